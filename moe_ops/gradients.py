@@ -9,6 +9,8 @@ silently missing or zero:
 * `inference_only` wraps Python functions, with one such operator for a whole pipeline.
 * `asked_for` and `refusing` do the same in every operator's eager implementations, for callers of
   ``torch.ops.moe_ops``; `traced` does so for AOTAutograd.
+* `once` wraps the backward passes of all functions that have one: what they return has no second
+  derivative, and says so.
 * Forward-mode derivatives and transforms of ``torch.func`` raise in the forward pass. One gap
   remains: an operator called directly (``torch.ops.moe_ops``) cannot see ``torch.func.grad`` (torch
   warns). ``torch.vmap`` runs operators sample by sample.
@@ -18,13 +20,16 @@ The two operators defined here compute nothing; `moe_ops.ops` defines the operat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import FunctionCtx
 
 from moe_ops.scheme import FusedMoEQuantConfig
 
@@ -38,12 +43,17 @@ TRAINED = "gradients are those of the layer, the modular kernel, the routers and
 """The default reason of an error."""
 
 
-def message(function: str, kind: str = "gradients", reason: str = TRAINED) -> str:
+def message(
+    function: str,
+    kind: str = "gradients",
+    reason: str = TRAINED,
+    instead: str = "call under torch.no_grad()",
+) -> str:
     """Text of the error for ``function``, with the alternatives."""
     return (
         f"{kind} of {function} are not implemented ({reason}): train with another "
         'implementation, in transformers by model.set_experts_implementation("grouped_mm"), or '
-        "call under torch.no_grad()"
+        f"{instead}"
     )
 
 
@@ -75,27 +85,106 @@ def inference_only(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def recomputes(module: nn.Module) -> bool:
-    """Whether a pass of ``module`` may run again with grad mode, and must have the same bits then.
+def once(function: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the backward pass of an autograd ``Function``; a second derivative raises.
 
-    True in training mode without grad mode, for a module with parameters that require grad.
-    Checkpointing with ``use_reentrant=True`` runs modules in this way first. The pipeline with
-    gradients rounds where the one without does not.
+    The backward pass is called with ``ctx``, the saved tensors and the gradients, without grad
+    mode. With ``create_graph=True`` its results depend on every tensor that they may be a function
+    of, the saved tensors and the gradients, with a backward pass that raises. (The decorator
+    ``once_differentiable`` of PyTorch considers the gradients alone, so that a gradient without
+    history, as of ``out.sum()``, makes the second derivative zero.)
+
+    The saved tensors are unpacked once, as checkpoints without reentry ask for.
+
+    Args:
+        function: name of the differentiable function in the error.
     """
-    if torch.is_grad_enabled() or not module.training:
+    text = message(
+        function,
+        "second derivatives",
+        "its backward pass records no history",
+        "take its gradients without create_graph=True",
+    )
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def run(ctx: Any, *grads: Tensor) -> Any:
+            saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():
+                return backward(ctx, saved, *grads)
+            with torch.no_grad():
+                found = backward(ctx, saved, *grads)
+            inputs = wanted(saved, grads)
+            if not inputs:
+                return found
+            one = _One.apply(text, *inputs)  # a product has the bits of the gradient
+            return tuple(x if x is None else x * one for x in found)
+
+        return run
+
+    return decorate
+
+
+class _One(Function):
+    """The number 1 as a function of ``inputs`` that has no derivative."""
+
+    generate_vmap_rule = True  # for gradients of several losses at once
+
+    @staticmethod
+    def forward(text: str, *inputs: Tensor) -> Tensor:
+        """Return 1."""
+        return torch.ones((), device=inputs[0].device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the text of the error."""
+        ctx.text = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Raise the error."""
+        raise NotImplementedError(ctx.text)
+
+
+def recomputed() -> bool:
+    """Whether a call without grad mode will run again with it, and must have the same bits then.
+
+    Reentrant checkpointing runs a module without grad mode in the forward of an autograd `Function`
+    and with it in the backward. The pipeline with gradients rounds where the other one does not.
+    torch disables forward-mode derivatives in that forward, and in inference mode, but not under
+    `torch.no_grad`: other calls look no further.
+
+    A compiled call is as it was when it was compiled.
+    """
+    if torch.compiler.is_compiling():
+        return not torch.is_grad_enabled() and _compiled_recomputed()
+    if torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled():
         return False
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        return False
-    for parameter in module._parameters.values():  # a generator would take longer
-        if parameter is not None and parameter.requires_grad:
-            return True
+    return not torch.is_inference_mode_enabled() and _in_recorded_function()
+
+
+def _in_recorded_function() -> bool:
+    """Whether a caller is the forward of an autograd `Function` whose backward may run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
+            context: Any = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, FunctionCtx) and context.next_functions:  # type: ignore[attr-defined]
+                return True
+        frame = frame.f_back
     return False
 
 
-def as_recorded(run: Callable[[], Tensor]) -> Tensor:
-    """The result of ``run`` as if gradients were recorded, without the record."""
-    with torch.enable_grad():
-        return run().detach()
+def _compiled_recomputed() -> bool:
+    """`recomputed` of a call without grad mode, as a constant of the compiled program."""
+    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return _in_recorded_function()
+
+
+# `torch.compiler.assume_constant_result` sets this, and imports Dynamo, which takes seconds.
+_compiled_recomputed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def wanted(*values: Any) -> list[Tensor]:

@@ -30,11 +30,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from moe_ops import gradients
+from moe_ops import flops, gradients
 from moe_ops.checks import remembered
 
 NAMESPACE = "moe_ops"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_dynamo = torch._C._dynamo.eval_frame
+_skip = _dynamo._FrameAction.SKIP
+_OPAQUE = _dynamo._FrameExecStrategy(_skip, _skip)
 STAGES: dict[str, str] = {}
 """Stage by operator (``name`` or ``name.overload``)."""
 
@@ -50,7 +53,8 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
     A kernel runs on the first tensor's device, even if that is not the current device. Its launcher
     allocates with the fake, which rejects sizes that disagree. A reference allocates by itself, so
     the fake is called first, once for arguments that look alike. `gradients` makes sure that a
-    backward pass through an operator never returns a wrong derivative.
+    backward pass through an operator never returns a wrong derivative. Dynamo traces neither: it
+    would, in a call whose outer frames it skips, as it does under a ``TorchDispatchMode``.
     """
     function: Callable[..., Any] | None = None
     check: Callable[..., Any] | None = None
@@ -74,6 +78,7 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
                     return function(*args, **kwargs)
         return function(*args, **kwargs)
 
+    _dynamo.set_code_exec_strategy(call.__code__, _OPAQUE)
     return call
 
 
@@ -102,8 +107,11 @@ def _sample_by_sample(operator: Any) -> Callable[..., Any]:
     return call
 
 
-def _op(stage: str, schema: str) -> Any:
-    """Define one operator with its three legs; returns the overload, bound once."""
+def _op(stage: str, schema: str, formula: flops.Formula | None = None) -> Any:
+    """Define one operator with its three legs; returns the overload, bound once.
+
+    An operator that multiplies matrices has a ``formula`` of its floating-point operations.
+    """
     qualified = schema.split("(")[0]
     name, _, overload = qualified.partition(".")
     function = f"{name}_{overload}" if overload else name
@@ -114,6 +122,8 @@ def _op(stage: str, schema: str) -> Any:
     torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
     STAGES[qualified] = stage
     operator = getattr(getattr(torch.ops.moe_ops, name), overload or "default")
+    if formula is not None:
+        flops.FORMULAS[operator] = formula
     if "Tensor?[]" in schema and "(a!)" not in schema:
         vmap = _sample_by_sample(operator)
         torch.library.register_vmap(f"{NAMESPACE}::{qualified}", vmap, lib=_library)
@@ -255,24 +265,28 @@ expert_matmul = _op(
     "expert_matmul(Tensor a, Tensor w, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles,"
     ' SymInt top_k, str activation="", bool expert_order=False, bool batch_invariant=False)'
     " -> Tensor",
+    flops.product,
 )
 # Adds products to rows that are there already: the low-rank products of adapters.
 expert_matmul_add = _op(
     "expert_gemm",
     "expert_matmul_add(Tensor a, Tensor w, Tensor? topk_weights, Tensor?[] tiles, SymInt top_k,"
     " bool batch_invariant=False, *, Tensor(a!) out) -> ()",
+    flops.product,
 )
 scaled_matmul = _op(
     "scaled_gemm",
     "scaled_matmul(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? w_global_scale,"
     " Tensor? bias, Tensor?[] tiles, SymInt top_k, str scheme, ScalarType out_dtype,"
     ' str activation="", bool batch_invariant=False) -> Tensor',
+    flops.product,
 )
 weight_only_matmul = _op(
     "weight_only_gemm",
     "weight_only_matmul(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
     " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles, SymInt top_k,"
     ' str scheme, str activation="", bool batch_invariant=False) -> Tensor',
+    flops.product,
 )
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
 expert_dgrad = _op(
@@ -280,12 +294,14 @@ expert_dgrad = _op(
     "expert_dgrad(Tensor a, Tensor w, Tensor w_scale, Tensor? w_zero_point,"
     " Tensor? w_global_scale, Tensor?[] tiles, SymInt top_k, str scheme,"
     " bool batch_invariant=False) -> Tensor",
+    flops.product,
 )
 # Gradients of the weights of experts. Rows are one per slot or one per token. ``num_experts``: El.
 expert_wgrad = _op(
     "expert_wgrad",
     "expert_wgrad(Tensor dy, Tensor x, Tensor? topk_weights, Tensor?[] tiles, SymInt num_experts,"
     " str scheme, ScalarType out_dtype, bool batch_invariant=False) -> Tensor",
+    flops.weight_gradient,
 )
 expert_bias_grad = _op(
     "expert_wgrad",
@@ -320,12 +336,14 @@ gemm_sum = _op(
     "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"
     " Tensor? topk_weights, Tensor?[] tiles, str scheme, ScalarType? out_dtype=None,"
     " bool expert_order=False, bool batch_invariant=False, Tensor? w_global_scale=None) -> Tensor",
+    flops.product,
 )
 weight_only_sum = _op(
     "weight_only_gemm",
     "weight_only_sum(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
     " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles, str scheme,"
     " bool batch_invariant=False) -> Tensor",
+    flops.product,
 )
 eplb_map_to_physical_and_record = _op(
     "eplb",
@@ -358,3 +376,4 @@ symmetric_return = _op(
     "symmetric_return(Tensor sums, Tensor? expert_ranks, Tensor peers, Tensor(a!) state,"
     " SymInt top_k) -> Tensor",
 )
+flops.register()

@@ -33,7 +33,7 @@ def load_balance_loss(
     Args:
         router_logits: ``(T, E)``, of one layer, or of several layers one after the other.
         topk_ids: ``(T, k)`` int32 or int64; ids outside of 0..E - 1 are not counted.
-        is_padding: ``(T,)`` bool, True for tokens that are left out.
+        is_padding: ``(T,)`` bool, True for tokens that are left out, whatever their logits are.
 
     Returns:
         A float32 scalar; 0 without tokens. Multiply it by a coefficient such as 0.01.
@@ -49,7 +49,7 @@ def load_balance_loss(
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     checks.same_tokens("topk_ids", topk_ids, "router_logits", router_logits)
     experts = router_logits.shape[1]
-    scores = router_logits.float().softmax(-1)
+    scores = _no_padding(router_logits, is_padding).softmax(-1)
     if is_padding is not None:
         topk_ids = topk_ids.masked_fill(is_padding[:, None], -1)
         scores = scores.masked_fill(is_padding[:, None], 0.0)
@@ -63,7 +63,7 @@ def router_z_loss(router_logits: Tensor, *, is_padding: Tensor | None = None) ->
 
     Args:
         router_logits: ``(T, E)``.
-        is_padding: ``(T,)`` bool, True for tokens that are left out.
+        is_padding: ``(T,)`` bool, True for tokens that are left out, whatever their logits are.
 
     Returns:
         A float32 scalar; 0 without tokens. Multiply it by a coefficient such as 0.001.
@@ -75,7 +75,7 @@ def router_z_loss(router_logits: Tensor, *, is_padding: Tensor | None = None) ->
         ST-MoE (arXiv 2202.08906), equation 5.
     """
     _check_logits(router_logits, is_padding)
-    squares = router_logits.float().logsumexp(-1).square()
+    squares = _no_padding(router_logits, is_padding).logsumexp(-1).square()
     if is_padding is not None:
         squares = squares.masked_fill(is_padding, 0.0)
     return squares.sum() / _count(router_logits, is_padding)
@@ -120,6 +120,15 @@ def _check_logits(router_logits: Tensor, is_padding: Tensor | None) -> None:
     if is_padding is not None:
         checks.tensor("is_padding", is_padding, 1, (torch.bool,))
         checks.same_tokens("is_padding", is_padding, "router_logits", router_logits)
+
+
+def _no_padding(router_logits: Tensor, is_padding: Tensor | None) -> Tensor:
+    """The logits in float32, zeros in rows of padding, which may hold NaN.
+
+    The gradient of a row that a result leaves out is ``0 * NaN`` if the row itself holds NaN.
+    """
+    logits = router_logits.float()
+    return logits if is_padding is None else logits.masked_fill(is_padding[:, None], 0.0)
 
 
 def _count(router_logits: Tensor, is_padding: Tensor | None) -> Tensor:

@@ -218,3 +218,25 @@ def tiny_qwen3(device, **changes):
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(**{**QWEN3, **changes})
     return transformers.Qwen3MoeForCausalLM(config).to(device).eval()
+
+
+def tiny_llama4(**changes):
+    """A model of Llama 4, whose experts transformers does not dispatch."""
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+        "intermediate_size_mlp": 24, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes | changes)).eval()
+    g = torch.Generator().manual_seed(1)
+    for block in llama4_blocks(model):
+        for weight in block.experts.parameters():
+            weight.data.normal_(std=2 / weight.shape[1] ** 0.5, generator=g)
+    return model
+
+
+def llama4_blocks(model):
+    return [m for m in model.modules() if type(m).__name__ == "Llama4TextMoe"]

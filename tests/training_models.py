@@ -14,19 +14,20 @@ import moe_ops
 
 E, K, H, I = 8, 2, 32, 24  # noqa: E741
 KINDS = ("layer", "qwen3", "gpt-oss")
-"""`FusedMoE`; experts of the default layout; transposed experts with biases. There is also
-"qlora": experts in int8, of which only adapters are trained."""
+"""`FusedMoE`; experts of the default layout; transposed experts with biases. There are also "qlora"
+(experts in int8, of which only adapters are trained), "frozen" (layers whose router alone is
+trained) and "llama4"."""
 
 
 class Block(nn.Module):
-    """A router and a `FusedMoE` whose parameters require grad."""
+    """A router and a `FusedMoE`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.router = nn.Linear(H, E, dtype=dtype)
         self.moe = moe_ops.FusedMoE(E, K, H, I, params_dtype=dtype, has_bias=True)
         for parameter in self.moe.parameters():
-            nn.init.normal_(parameter, std=0.2).requires_grad_()
+            nn.init.normal_(parameter, std=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.moe(x, self.router(x))
@@ -81,8 +82,11 @@ class Language(nn.Module):
 def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model in training mode that maps ids ``(batch, length)`` to a loss."""
     torch.manual_seed(0)
-    if kind == "layer":
-        return Stack(dtype)
+    if kind in ("layer", "frozen"):
+        stack = Stack(dtype)
+        for block in stack.layers:
+            block.moe.requires_grad_(kind == "layer")
+        return stack
     pytest.importorskip("transformers")
     import tiny_transformers
 
@@ -91,6 +95,9 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
         return Language(_with_adapters().to(dtype)).train()
     if kind == "qwen3":
         model = tiny_transformers.tiny_qwen3("cpu")
+    elif kind == "llama4":
+        model = tiny_transformers.tiny_llama4()
+        import_module("moe_ops.integrations.transformers").adapt(model)
     else:
         where = "transformers.models.gpt_oss.modeling_gpt_oss"
         model = tiny_transformers.build(where, "GptOssExperts")[0]

@@ -8,11 +8,10 @@ from typing import Any
 
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.bench.problems import Problem
+from moe_ops.loading.declared import CONFIG, Declared, in_config, in_folder, parts_of
 from moe_ops.loading.files import read_object
-from moe_ops.scheme import get_scheme
+from moe_ops.loading.patterns import ExpertNames
 
-NESTED = ("thinker_config", "text_config", "llm_config", "language_config", "ffn_config")
-"""Parts of a configuration that may hold the sizes; a later part may lie inside an earlier one."""
 SPELLINGS = {
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
     "top_k": (
@@ -29,6 +28,13 @@ SPELLINGS = {
 ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 """Names of the activation; experts of models that have the first one have no gate."""
 
+FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Names of the first layer with experts."""
+MANY = 128
+"""Number of layers of a model that does not say it."""
+STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+"""Names of the number of layers to the next one with experts; the first of them has none."""
+
 
 def read_config(path: str | Path) -> Problem:
     """The MoE layer of a model.
@@ -40,17 +46,17 @@ def read_config(path: str | Path) -> Problem:
         ValueError: no such file, no JSON object, sizes that are missing or not known by their
             name, an activation or a quantization that this library does not have.
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if not file.exists():
         raise ValueError(f"must be a config.json, or the folder of a model, got {str(path)!r}")
     config = read_object(file, "a model's configuration")
-    merged = dict(config)
-    for name in NESTED:
-        if isinstance(merged.get(name), Mapping):
-            merged |= merged[name]
+    merged: dict[str, Any] = {}
+    for part in parts_of(config):
+        merged |= part
     sizes = {size: _size(merged, names, file) for size, names in SPELLINGS.items()}
-    scheme = _scheme(merged, file)
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    declared = in_folder(file.parent) if file.name == CONFIG else in_config(config, file)
+    scheme = _scheme(declared, merged, sizes["num_experts"])
+    name = file.resolve().parent.name if file.name == CONFIG else file.stem
     return Problem(name, **sizes, timed=False, activation=_activation(merged, file), scheme=scheme)
 
 
@@ -90,96 +96,39 @@ def _activation(config: Mapping[str, Any], file: Path) -> str:
         raise ValueError(f"{file}: {key}: {error}") from None
 
 
-def _scheme(config: Mapping[str, Any], file: Path) -> str | None:
-    """The name of the scheme of quantized experts; None: they are not quantized."""
-    said = config.get("quantization_config", config.get("compression_config"))
-    if said is None:
-        return None
+def _scheme(declared: Declared, config: Mapping[str, Any], num_experts: int) -> str | None:
+    """The name of the scheme of quantized experts; None: they are not quantized.
+
+    If experts of some layers are not quantized, the scheme is that of the others.
+    """
     try:
-        return get_scheme(_of_method(said) or "").key
-    except (AttributeError, NotImplementedError, TypeError, ValueError):
-        raise ValueError(
-            f"{file}: quantization_config must say a scheme of this library, got {said!r:.300}; "
-            "use --sizes E,k,H,I with --scheme NAME"
-        ) from None
+        layers = [ExpertNames.of_layer(i, num_experts) for i in _layers_with_experts(config)]
+        found = set(filter(None, map(declared.of, layers)))
+        schemes = {facts.scheme().key for facts in found if facts.weight is not None}
+        if len(schemes) > 1:
+            raise ValueError(f"experts must have one scheme, got {sorted(schemes)}")
+    except (NotImplementedError, ValueError) as error:
+        raise ValueError(f"{error}; use --sizes E,k,H,I with --scheme NAME") from None
+    return next(iter(schemes), None)
 
 
-_MODELOPT = {
-    "FP8": "fp8_tensor_static", "FP8_PB_WO": "fp8_w8a16_block128",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel", "MXFP8": "mxfp8", "NVFP4": "nvfp4",
-}  # fmt: skip
+def _layers_with_experts(config: Mapping[str, Any]) -> list[int]:
+    """The indices of the layers with experts, as far as the configuration tells them apart."""
+    first, step = max(_first(config, FIRST, 0), 0), max(_first(config, STEPS, 1), 1)
+    count = min(_first(config, ("num_hidden_layers",), MANY), 8 * MANY)
+    lists = (config.get(name) for name in ("mlp_layer_types", "moe_layers", "mlp_only_layers"))
+    kinds, listed, dense = (x if isinstance(x, list) else [] for x in lists)
+    kinds = kinds or list(str(config.get("hybrid_override_pattern") or ""))
+    found = [
+        i
+        for i in range(first, count)
+        if (i + 1) % step == 0
+        and i not in dense
+        and (not listed or i in listed)
+        and (i >= len(kinds) or kinds[i] in ("E", "sparse"))
+    ]
+    return found or [first]
 
 
-def _of_method(said: Mapping[str, Any]) -> str | None:
-    """The scheme of a ``quantization_config``; None if it is not known."""
-    method = said.get("quant_method")
-    if method == "fp8":
-        return _of_fp8(said)
-    if method in ("awq", "gptq"):
-        zero_point = said.get("zero_point", not said.get("sym", True))
-        return _of_integers(said.get("bits"), said.get("group_size"), zero_point=bool(zero_point))
-    if method == "modelopt":
-        algorithm, group = said.get("quant_algo"), said.get("group_size", 128)
-        by_group = {"W4A16_AWQ": f"int4_w4a16_g{group}", "W4A8_AWQ": f"int4_w4a8_g{group}"}
-        return {**_MODELOPT, **by_group}.get(str(algorithm))
-    if method == "compressed-tensors":
-        return _of_compressed_tensors(said)
-    return {"mxfp4": "mxfp4_w4a16", "fbgemm_fp8": "fp8_channel"}.get(str(method))
-
-
-def _of_fp8(said: Mapping[str, Any]) -> str:
-    """The scheme of DeepSeek's and transformers' fp8."""
-    block = said.get("weight_block_size")
-    if not block:
-        static = said.get("activation_scheme") == "static"
-        return "fp8_tensor_static" if static else "fp8_tensor"
-    rows, cols = block
-    size = f"{rows}" if rows == cols else f"{rows}x{cols}"
-    return f"fp8_block{size}{'_ue8m0' if said.get('scale_fmt') == 'ue8m0' else ''}"
-
-
-def _of_integers(bits: Any, group: Any, *, zero_point: bool) -> str | None:
-    """The scheme of integer weights alone; ``group`` is -1 for whole rows."""
-    if group == -1:
-        return {4: "int4_w4a16_channel", 8: "int8_w8a16"}.get(bits) if not zero_point else None
-    return f"{'int4_w4a16' if bits == 4 else 'int8_w8a16'}_g{group}{'_zp' if zero_point else ''}"
-
-
-def _of_compressed_tensors(said: Mapping[str, Any]) -> str | None:
-    """The scheme of compressed-tensors, if all groups of layers have the same."""
-    groups = said.get("config_groups")
-    found = {_of_group(group) for group in groups.values()} if isinstance(groups, Mapping) else ()
-    return next(iter(found)) if len(found) == 1 else None
-
-
-_FLOAT4 = {
-    (16, None): "nvfp4_w4a16", (16, 4): "nvfp4",
-    (32, None): "mxfp4_w4a16", (32, 4): "mxfp4", (32, 8): "mxfp4_mxfp8",
-}  # fmt: skip
-"""Schemes of 4-bit floats in compressed-tensors, by group size and bits of the activations."""
-_FLOAT8_ROWS = {"token": "mxfp4_w4a8_token", "tensor": "mxfp4_w4a8"}
-"""The same of groups of 32 beside fp8 activations whose scales are not per group."""
-
-
-def _of_group(group: Mapping[str, Any]) -> str | None:
-    weights, inputs = group["weights"], group.get("input_activations") or {}
-    bits, strategy, size = (weights.get(name) for name in ("num_bits", "strategy", "group_size"))
-    if weights.get("type") == "float" and bits == 4:
-        if (size, inputs.get("num_bits")) == (32, 8) and inputs.get("strategy") in _FLOAT8_ROWS:
-            return _FLOAT8_ROWS[inputs["strategy"]]
-        return _FLOAT4.get((size, inputs.get("num_bits")))
-    if weights.get("type") == "int" and not inputs:
-        whole = -1 if strategy == "channel" else size
-        return _of_integers(bits, whole, zero_point=not weights.get("symmetric", True))
-    if bits == 4 and inputs.get("type") == "float":
-        return f"int4_w4a8_g{size}"
-    if bits != 8:
-        return None
-    element = "fp8" if weights.get("type") == "float" else "int8"
-    if strategy == "block":
-        rows, cols = weights.get("block_structure") or (128, 128)
-        return f"{element}{'' if inputs else '_w8a16'}_block{rows}x{cols}"
-    if strategy == "tensor" and inputs.get("strategy") == "tensor":
-        return f"{element}_tensor{'' if inputs.get('dynamic') else '_static'}"
-    wanted = {None: f"{element}_w8a16", "token": f"{element}_channel"}
-    return wanted.get(inputs.get("strategy")) if strategy == "channel" else None
+def _first(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
+    return next((config[name] for name in names if type(config.get(name)) is int), default)

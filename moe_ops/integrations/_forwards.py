@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.gradients import as_recorded, inference_only, recomputes
+from moe_ops.gradients import inference_only
 from moe_ops.integrations import _fp8
 from moe_ops.integrations._experts import Weights, map_for_few_experts, weights_of
 from moe_ops.integrations._gates import activation_of
@@ -32,9 +32,6 @@ def moe_ops_experts(
     row by itself, as transformers' own implementations require; rows of skipped slots are
     undefined.
 
-    In training mode (``self.training``), with weights that require grad, a pass without grad mode
-    has the bits of one with it, which checkpointing with ``use_reentrant=True`` relies on.
-
     Args:
         self: an experts module of any layout that ``use_experts_implementation`` describes:
             default, transposed, with interleaved gate and up, with biases, without a gate. Weights
@@ -53,11 +50,7 @@ def moe_ops_experts(
             pass through experts with an activation that this library does not have, and adapters
             of such experts.
     """
-
-    def run() -> Tensor:
-        return _run(self, weights_of(self), hidden_states, top_k_index, top_k_weights, lora)
-
-    return as_recorded(run) if recomputes(self) else run()
+    return _run(self, weights_of(self), hidden_states, top_k_index, top_k_weights, lora)
 
 
 def moe_ops_fp8_experts(

@@ -6,13 +6,11 @@ not chosen). Here only the chosen experts run, and the first GEMM applies the sc
 
 from __future__ import annotations
 
-from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from moe_ops.gradients import as_recorded, recomputes
 from moe_ops.integrations._gates import kind_of
 from moe_ops.pipeline.fused_experts import fused_experts
 
@@ -39,8 +37,7 @@ def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     router_scores, router_logits = self.router(hidden_states)
     # Which experts of score 0 are chosen does not matter: they add nothing.
     topk_weights, topk_ids = router_scores.topk(self.top_k, dim=1)
-    run = partial(_routed, self.experts, hidden_states, topk_weights, topk_ids)
-    routed = as_recorded(run) if recomputes(self.experts) else run()
+    routed = _routed(self.experts, hidden_states, topk_weights, topk_ids)
     return self.shared_expert(hidden_states) + routed, router_logits
 
 

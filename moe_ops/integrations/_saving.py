@@ -11,6 +11,7 @@ the model's plain checkpoints. ``config.json`` has
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,15 @@ RECORD = "moe_ops"
 """The entry of ``config.json``."""
 NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Names of projections for models whose plain checkpoints hold all experts in one tensor."""
+FIXED = ("quantization_config", "state_dict", "key_mapping", "variant", "gguf_file")
+"""Arguments of transformers that would choose other weights, names or files than the saved ones."""
+OF_RANKS = ("tp_plan", "tp_size", "device_mesh", "distributed_config")
+"""Arguments of transformers that cut a model over ranks."""
+OF_HUB = (
+    "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
+    "trust_remote_code", "code_revision",
+)  # fmt: skip
+"""Arguments of transformers that say where a configuration is, too."""
 
 
 @register_quantization_config(NAME)
@@ -117,14 +127,34 @@ def from_pretrained(path: Any, *, auto_class: Any = AutoModelForCausalLM, **argu
     Args:
         path: a folder, or anything else that ``from_pretrained`` of transformers takes.
         auto_class: the class whose ``from_pretrained`` is called.
-        **arguments: its other arguments, such as ``dtype`` and ``device_map``.
+        **arguments: its other arguments, such as ``dtype`` and ``device_map``, except those in
+            `FIXED` and `OF_RANKS`. ``config`` is copied.
 
     Raises:
-        ValueError: a model that was not saved so; tensors that are missing or broken.
+        ValueError: a model that was not saved so; tensors that are missing or broken; another
+            ``experts_implementation``; an argument in `FIXED`.
+        NotImplementedError: an argument in `OF_RANKS`.
     """
+    chosen = arguments.pop("experts_implementation", None)
+    if chosen not in (None, NAME):
+        raise ValueError(
+            f"experts_implementation must be {NAME!r} or left out, because no other runs experts "
+            f"that moe_ops.quantize_ has quantized, got {chosen!r}"
+        )
+    for names, error, rule in (
+        (FIXED, ValueError, "experts are read from the saved files as they are"),
+        (OF_RANKS, NotImplementedError, "quantized experts are not cut over ranks here"),
+    ):
+        for name in names:
+            if arguments.get(name) is not None:
+                raise error(
+                    f"{name} must be left out, because {rule}, got {arguments[name]!r:.200}"
+                )
     config = arguments.pop("config", None)
     if config is None:
-        config = AutoConfig.from_pretrained(path)
+        hub = {name: arguments[name] for name in OF_HUB if name in arguments}
+        config = AutoConfig.from_pretrained(path, **hub)
+    config = copy.deepcopy(config)
     _read_record(config)
     config.quantization_config = {"quant_method": NAME}
     return auto_class.from_pretrained(path, config=config, **arguments)

@@ -17,6 +17,10 @@ from moe_ops.kernels._runtime.slots import dense
 
 BLOCK = 256
 """Slots per program. Slots are independent, so many small programs finish soonest."""
+MOST = tl.constexpr(2**31 - 1)
+"""The largest load that int32 holds."""
+WRAPPED = tl.constexpr(-(2**30))
+"""A load below this has been counted past `MOST`."""
 
 
 @triton.jit(do_not_specialize=["num_slots", "seed"])
@@ -55,7 +59,11 @@ def _eplb_map_kernel(
     counted = (physical >= 0) & (physical < num_physical) & (token < limit)
     at = tl.where(counted, physical, 0).to(tl.int64) * stride_load
     one = tl.full((BLOCK,), 1, expert_load.dtype.element_ty)
-    tl.atomic_add(expert_load + at, one, mask=counted, sem="relaxed")
+    before = tl.atomic_add(expert_load + at, one, mask=counted, sem="relaxed")
+    if expert_load.dtype.element_ty == tl.int32:
+        # A counter that wraps is set back to its end by every slot that saw it there or past it.
+        wrapped = counted & ((before == MOST) | (before < WRAPPED))
+        tl.atomic_xchg(expert_load + at, tl.full((BLOCK,), MOST, tl.int32), wrapped, "relaxed")
 
 
 @lru_cache(maxsize=1024)

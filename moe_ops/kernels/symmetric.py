@@ -27,6 +27,7 @@ from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, next_power_of_2
 from moe_ops.kernels._symmetric.flags import (
+    FAILED_AT,
     STRIDE,
     check_sizes,
     goes_to,
@@ -136,9 +137,10 @@ def _return_kernel(
         for piece in range(0, pieces):
             flag = done + piece + 1
             wait(peers, AT.returned, program, flag, state, timeout, RANK, RANKS)
+            failed = tl.load(state + FAILED_AT, volatile=True) != 0
             first = program + piece * TILE.rows * step
             _add_sums(
-                sums, expert_ranks, peers, out, first, step, rows_per_rank, num_experts,
+                sums, expert_ranks, peers, out, first, step, rows_per_rank, num_experts, failed,
                 RANK, RANKS, TOP_K, WIDTH, TILE, AT,
             )  # fmt: skip
         tl.store(state + STRIDE + program, done + pieces)
@@ -176,11 +178,14 @@ def _write_sums(
 
 @triton.jit
 def _add_sums(
-    sums, expert_ranks, peers, out, first, step, rows_per_rank, num_experts,
+    sums, expert_ranks, peers, out, first, step, rows_per_rank, num_experts, failed,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """Add the ranks' sums of a piece of this rank's tokens, in float32 in the order of ranks."""
+    """Add the ranks' sums of a piece of this rank's tokens, in float32 in the order of ranks.
+
+    Once a rank has failed to answer all sums are NaN.
+    """
     TOKENS: tl.constexpr = TILE.at_once
     COLS: tl.constexpr = TILE.cols
     col = tl.arange(0, COLS)[None, :]
@@ -200,6 +205,7 @@ def _add_sums(
                 part = tl.load(came + at, mask=known, other=0.0)
             part = part.to(tl.float32)
             total = tl.where(rank == 0, part, total + part)  # 0 + x would lose the sign of zeros
+        total = tl.where(failed, float("nan"), total)
         inside = (token < rows_per_rank)[:, None] & (col < WIDTH)
         tl.store(out + token.to(tl.int64)[:, None] * WIDTH + col, total.to(dtype), mask=inside)
 

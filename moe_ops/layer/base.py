@@ -51,6 +51,12 @@ class ExpertLayer(nn.Module):
     """The ranks that share the layer."""
     exchanges_tokens: bool
     """That of ``moe_parallel_config``."""
+    is_spread: bool
+    """Whether several ranks share the layer."""
+    ranks_agree: bool
+    """Whether the ranks have compared their layers: see `moe_ops.layer.rank_checks`."""
+    option_facts: dict[str, str]
+    """`moe_ops.layer.rank_checks.option_facts`."""
     activation: str
     """The key of an `Activation`."""
     renormalize: bool

@@ -17,7 +17,7 @@ from moe_ops.layer.packing import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.shared import shared_hint
-from moe_ops.loading.declared import check_declared
+from moe_ops.loading.declared import layout_of
 from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import (
     LAYOUTS,
@@ -26,6 +26,7 @@ from moe_ops.loading.names import (
     parent_of,
     prefixes_of,
 )
+from moe_ops.loading.patterns import ExpertNames
 from moe_ops.loading.sources import Opened, Source, open_source
 
 SHOWN = 4
@@ -80,9 +81,10 @@ def load_checkpoint(
     sorted by group, without loss: columns of the down projection cost nothing later, while gate and
     up need the tokens' columns in their order, which the layer keeps as ``w13_input_order``.
 
-    Formats with equal tensors are told apart by ``_extra_state`` of a saved layer, or by the
-    ``quantization_config`` in a ``config.json`` beside the files. Without either, names and dtypes
-    decide, which are the same for both 6-bit floats of MX.
+    Formats with equal tensors are told apart by ``_extra_state`` of a saved layer, or by what
+    ``config.json`` and the files of quantization tools beside the tensors say about these experts
+    (``quantize_config.json``, ``quant_config.json``, ``hf_quant_config.json``). Without either,
+    names and dtypes decide, which are the same for both 6-bit floats of MX.
 
     Args:
         layer: its parameters must hold memory (not ``meta``).
@@ -106,14 +108,15 @@ def load_checkpoint(
         quantize: the checkpoint's weights are plain: quantize them to the layer's scheme, expert by
             expert, as `quantize_weight` does with whole projections in the layer's dtype, before
             they are cut over ranks. Static input scales must be in the checkpoint.
-        layout: a name in `LAYOUTS`, or a `CheckpointLayout`, for what shapes do not say.
+        layout: a name in `LAYOUTS`, or a `CheckpointLayout`, for what neither shapes nor files say.
 
     Returns:
         A `LoadReport`.
 
     Raises:
-        ValueError: an incomplete checkpoint with ``strict``; weights stored in another form; a
-            broken file; a layer on ``meta``; ``quantize`` for a layer without a scheme.
+        ValueError: an incomplete checkpoint with ``strict``; weights stored in another form; files
+            beside the tensors that say other weights or another ``layout``, or contradict each
+            other; a broken file; a layer on ``meta``; ``quantize`` for a layer without a scheme.
         FileNotFoundError: a file does not exist.
         ImportError: ``source`` is a file, and the ``safetensors`` package is not installed.
         TypeError: an unknown kind of source.
@@ -139,7 +142,9 @@ def load_checkpoint(
     stage = _staged(layer)
     placing = Placing(stage, layout, quantize=quantize)
     opened = open_source(source, partial(_is_listed, placing, prefix), progress=progress)
-    check_declared(opened.folder, None if quantize else layer.checkpoint_scheme.weight)
+    names = ExpertNames.under(prefix, layer.num_experts)
+    quant = layer.checkpoint_scheme.weight
+    placing.layout = layout_of(opened.folder, names, quant, layout, quantize=quantize)
     ignored = _read(opened, placing, prefix)
     placing.finish()
     report = LoadReport(*map(tuple, placing.report()))
@@ -250,7 +255,8 @@ def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
         if old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
             old.data.copy_(new)
         else:  # not ``new``, whose loader belongs to the stage
-            param = None if new is None else nn.Parameter(new.data, requires_grad=False)
+            trained = old is not None and old.requires_grad
+            param = None if new is None else nn.Parameter(new.data, requires_grad=trained)
             layer.register_parameter(name, param)
     layer.sizes, layer.given_scales = stage.sizes, stage.given_scales
     for buffer, x in placing.router.values.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from operator import is_
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import ops
-from moe_ops.gradients import as_recorded, recomputes
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.initial import warn_if_empty
 from moe_ops.layer.packing import convert_for_device
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
@@ -48,14 +47,14 @@ class FusedMoEMethodBase(ABC):
     ) -> None:
         """Register the parameters that `parameter_specs` lists, replacing earlier ones.
 
-        They do not require grad, and hold zeros (static scales: NaN) until they are loaded.
+        They hold zeros (static scales: NaN), and require grad unless the scheme quantizes weights.
         """
-        specs = parameter_specs(sizes)
+        specs, trainable = parameter_specs(sizes), sizes.scheme.weight is None
         for name in [f"{w}_{suffix}" for suffix in SUFFIX.values() for w in ("w13", "w2")]:
             spec, value = specs.get(name), None
             if spec is not None:
                 filled = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-                value = nn.Parameter(filled.fill_(spec.fill) if spec.fill else filled, False)
+                value = nn.Parameter(filled.fill_(spec.fill) if spec.fill else filled, trainable)
             layer.register_parameter(name, value)
 
     def process_weights_after_loading(self, layer: ExpertLayer) -> None:  # noqa: B027 (a default)
@@ -126,8 +125,7 @@ class FusedMoEMethodBase(ABC):
             )  # fmt: skip
             beside = None if shared_experts_input is None else shared_experts_of(layer)
             return kernel.run(call, beside)
-        run = partial(
-            fused_experts,
+        return fused_experts(
             x,
             layer.w13_weight,
             layer.w2_weight,
@@ -142,7 +140,6 @@ class FusedMoEMethodBase(ABC):
             batch_invariant=layer.batch_invariant,
             lora=lora,
         )
-        return as_recorded(run) if recomputes(layer) else run()
 
     def forget(self) -> None:
         """Drop what was derived from parameters, whose memory has been replaced."""
@@ -243,6 +240,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         self._config: FusedMoEQuantConfig | None = None
         self._made_of: list[Tensor | None] = []
         self._has_global_scales = False
+        self._warned = False
 
     def process_weights_after_loading(self, layer: ExpertLayer) -> None:
         """Check that global and static scales are positive and finite, and share the static scale.
@@ -269,13 +267,17 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         convert_for_device(layer)
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
-        """Return the same object as long as the layer has the same parameters."""
+        """Return the same object as long as the layer has the same parameters.
+
+        The first eager call warns if nothing was loaded into the layer.
+        """
         own = layer._parameters
         tensors: list[Tensor | None] = [own[name] for name in _CONFIG_PARAMETERS]
         if torch.compiler.is_compiling():  # the compiler traces how it is made
             return _config(layer, tensors)
         if self._config is None or not all(map(is_, tensors, self._made_of)):
             self._config, self._made_of = _config(layer, tensors), tensors
+            self._warned = self._warned or warn_if_empty(tensors[:2])
         return self._config
 
     def create_weights(

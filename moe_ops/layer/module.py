@@ -14,6 +14,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.adapters import adapters_of
+from moe_ops.layer.initial import initialize
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
@@ -23,6 +24,7 @@ from moe_ops.layer.methods import (
 from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.rank_checks import check_call, compare_ranks, option_facts, rank_group_of
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
@@ -33,7 +35,6 @@ from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_si
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
-from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
@@ -53,11 +54,12 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
 
     Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
 
-    Parameters do not require grad until ``requires_grad_()``; those that are not quantized can be
-    trained. They hold zeros until `load_checkpoint`, `load_state_dict` or `weight_loader` (also an
-    attribute of each parameter) fills them. `load_checkpoint` sets the buffer ``w13_input_order``
-    for weights in act-order. A state dict says in ``_extra_state`` how its tensors are stored, and
-    a layer of another scheme refuses it.
+    The parameters of an unquantized layer require grad, and `reset_parameters` initializes them as
+    `torch.nn.Linear` does. Those of a quantized layer are constants, which hold zeros until
+    `load_checkpoint`, `load_state_dict` or `weight_loader` (also an attribute of each parameter)
+    fills them; the first forward warns if nothing did. `load_checkpoint` sets the buffer
+    ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how its
+    tensors are stored, and a layer of another scheme refuses it.
 
     With several ranks, the result of a rank is its part of a sum. ``reduce_results`` sums over the
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
@@ -111,10 +113,11 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         self.chunk_size, self.batch_invariant = given.chunk_size, given.batch_invariant
         self.prefix, self.expert_mapping = given.prefix, given.expert_mapping
         self.moe_parallel_config = parallel = given.parallel_config()
-        self.exchanges_tokens = parallel.exchanges_tokens
+        self.exchanges_tokens, self.is_spread = parallel.exchanges_tokens, parallel.layer_size > 1
+        self.option_facts, self.ranks_agree = option_facts(given), not self.is_spread
         self.placement = given.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
-        self.rank_group = RankGroup.of_layer(parallel, given.tp_group)
+        self.rank_group = rank_group_of(self, given.tp_group)
         dtype = given.params_dtype or torch.get_default_dtype()
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
         self.checkpoint_scheme = as_scheme(given.scheme or UNQUANTIZED)
@@ -130,8 +133,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
         self.quant_method.create_weights(self, self.sizes, given.device)
-        self.shared_expert_gate = given.shared_expert_gate
-        add_gate(self, given.device)
+        add_gate(self, given)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
         expert_map = self.placement.expert_map(given.device)
@@ -143,7 +145,6 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
-            self.rank_group.check("tp_group", parallel)
             slots = top_k + given.n_shared_experts
             self.quant_method.exchange = exchange_of(
                 self.moe_config, self.rank_group, given.max_num_tokens,
@@ -151,6 +152,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
                 equal_num_tokens=given.equal_num_tokens,
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip
+        initialize(self)
 
     def forward(
         self,
@@ -192,7 +194,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         Raises:
             TypeError: a wrong dtype.
             ValueError: shapes or devices that do not match; ``input_ids`` missing or not wanted;
-                different shared experts in the layer and in its kernel.
+                different shared experts in the layer and in its kernel. In the first eager call, on
+                all ranks: layers that differ between ranks, or a ``tp_group`` of other ranks.
             NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
                 exchanges no tokens; ``lora`` with ``enable_eplb``, weights in act-order, experts
                 that ranks both share out and cut, or a kernel without `takes_lora` parts.
@@ -205,10 +208,10 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         if not (is_padding is None and input_ids is None and num_unpadded_tokens is None):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
+        if self.is_spread:
+            self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
-            _refuse_kernel_without_exchange(self.kernel)
         shared_experts, given = shared_experts_of(self), shared_experts_input
         if given is None:
             given = hidden_states
@@ -238,6 +241,12 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _check_ranks(self, tokens: Tensor) -> None:
+        """Check a call of a layer over several ranks: see `moe_ops.layer.rank_checks`."""
+        check_call(self, tokens)
+        if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
+            _refuse_kernel_without_exchange(self.kernel)
 
     def forward_impl(
         self,
@@ -327,6 +336,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             out = self.quant_method.apply(self, *given, **more)
         else:
             shared, out = self.quant_method.apply(self, *given, shared_experts_input, **more)
+        if self.enable_eplb:
+            out = self.refuse_training(out)
         if width != self.hidden_size:
             out = out[:, :width].contiguous()
         parallel = self.moe_parallel_config
@@ -354,6 +365,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         """
         if self.must_reduce_shared_expert_outputs():
             return final_hidden_states
+        if self.is_spread and not self.reduce_results:
+            compare_ranks(self, final_hidden_states.shape[0])
         inputs = wanted(final_hidden_states) if self.rank_group.size > 1 else []
         if not inputs:
             return self.rank_group.all_reduce(final_hidden_states)
@@ -373,6 +386,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             router_logits_dtype: dtype of the logits; None means the dtype of the tokens.
         """
         w1, w2, dtype = self.w13_weight, self.w2_weight, self.sizes.dtype
+        if self.exchanges_tokens:
+            compare_ranks(self)
 
         def run(tokens: int) -> None:
             x = torch.randn(tokens, self.model_hidden_size, device=w1.device, dtype=dtype)

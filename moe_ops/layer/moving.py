@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.initial import initialize
 from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.rank_checks import check_sharded
+from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.names import SHARED_GATE
 from moe_ops.scheme import is_packed
 
@@ -26,7 +28,7 @@ CAST_UNQUANTIZED = (*CAST, "w13_weight", "w2_weight")
 """Parameters that ``.to(dtype)`` casts in an unquantized layer."""
 
 
-class KeepsBits(ExpertLayer):
+class KeepsBits(WeightLoading):
     """A layer whose stored values and router tensors keep their dtypes when it is cast."""
 
     quant_method: FusedMoEMethodBase
@@ -34,20 +36,26 @@ class KeepsBits(ExpertLayer):
     def reset_parameters(self) -> None:
         """Set parameters and buffers to what they hold before a checkpoint is loaded.
 
-        Weights, scales and biases become zeros (packed integers: the code of zero). Static scales
-        become NaN, so that a missing scale shows in the result. ``e_score_correction_bias`` becomes
-        zeros, even if the layer was made with other values. ``w13_input_order`` becomes None, and
-        ``expert_map`` gets the numbers of this rank. ``shared_expert_gate_weight`` becomes zeros.
+        Unquantized weights and biases become random, as in `torch.nn.Linear`: uniform within
+        ``1 / sqrt(fan_in)`` for each projection of each expert, with zeros in padding. They follow
+        from torch's generator of their device: ranks that seed it alike hold parts of one layer,
+        however they share it, and replicas of an expert are equal.
 
-        Call it after ``to_empty()`` of a layer that was made on ``meta`` (then load), or from
-        ``_init_weights`` of a transformers model. Tensors that ``from_pretrained`` has loaded stay
-        as they are there, because only `torch.nn.init` writes to them.
+        Quantized weights, their scales and biases become zeros (packed integers: the code of zero).
+        Static scales become NaN, so that a missing scale shows in the result.
+        ``e_score_correction_bias`` becomes zeros, even if the layer was made with other values.
+        ``w13_input_order`` becomes None, and ``expert_map`` gets the numbers of this rank.
+        ``shared_expert_gate_weight`` becomes zeros.
+
+        Call it after ``to_empty()`` of a layer that was made on ``meta``, or from ``_init_weights``
+        of a transformers model. Tensors that ``from_pretrained`` has loaded stay as they are there.
         """
         for name, spec in parameter_specs(self.sizes).items():
             param = self._parameters.get(name)
             if param is not None:
                 fill = _packed_fill(spec.fill) if is_packed(param) else spec.fill
                 init.constant_(param, fill) if fill else init.zeros_(param)
+        initialize(self)
         if self.e_score_correction_bias is not None:
             init.zeros_(self.e_score_correction_bias)
         if self.shared_expert_gate_weight is not None:
@@ -74,7 +82,13 @@ class KeepsBits(ExpertLayer):
                 attach_loader(self, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set as `nn.Module` does; fill new memory of ``expert_map`` (from ``from_pretrained``)."""
+        """Set as `nn.Module` does; fill new memory of ``expert_map`` (from ``from_pretrained``).
+
+        Raises:
+            NotImplementedError: a wrapper's tensor that is cut over the ranks of the layer.
+        """
+        if isinstance(value, Tensor):
+            check_sharded(self, name, value)
         super().__setattr__(name, value)
         if name == "expert_map":
             self._fill_expert_map()

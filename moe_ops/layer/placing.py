@@ -22,9 +22,6 @@ from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves, shared_part
 from moe_ops.loading.stored import Form, PlainWeightError, canonical
 
-SHOWN = 8
-"""Number of experts of a placement that an error quotes."""
-
 
 class Part(NamedTuple):
     """One expert's projection in one parameter."""
@@ -348,12 +345,10 @@ class Placing:
                 f"{entry.name}: weights must be in the plain form (load_state_dict takes all, "
                 f"FusedMoE.unpack_ converts), got the form {stored.form!r}"
             )
-        in_order = tuple(range(self.layer.num_experts))
-        if stored.experts not in (None, in_order):
-            raise ValueError(
-                f"{entry.name}: rows must hold the experts in order (load_state_dict takes other "
-                f"placements), got experts {[*stored.experts[:SHOWN]]}, ..."
-            )
+        try:
+            stored.rank.check_whole(self.layer)
+        except ValueError as error:
+            raise ValueError(f"{entry.name}: {error}") from None
 
     def _without_parameter(self, entry: Entry, piece: Piece) -> None:
         """Handle tensors without a parameter: some are redundant, some order columns."""
@@ -403,7 +398,7 @@ class Placing:
         values = words.contiguous().flatten().view(torch.uint8)
         codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
         offsets = [offset]
-        if self.layout.zeros_plus_one and not self.layout.awq:
+        if self.layout.zeros_plus_one is not False and not self.layout.awq:
             offsets.append(offset - 1)
         if not any(bool((codes == number).all()) for number in offsets):
             raise ValueError(f"zero points must all be {offset} for a scheme without them")

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
+from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.parallel.eplb_state import LayerEplbState, layer_of
+from moe_ops.parallel.trained import watch
 from moe_ops.routing import CaptureFn, SelectedExperts, fused_topk, select_experts
 
 
@@ -139,6 +141,22 @@ class RoutesTokens(ExpertLayer):
             calls = torch.zeros(1, dtype=torch.int64, device=expert_load_view.device)
             self.register_buffer("eplb_step", calls, persistent=False)
         self.eplb_state = LayerEplbState(*views, record_enabled, seed, step)
+        watch(x for x in self._parameters.values() if x is not None)
+
+    def refuse_training(self, out: Tensor) -> Tensor:
+        """Let the backward pass raise if replicas of experts would be trained apart.
+
+        Each replica has the gradient of its own tokens. Without replicas only `rebalance_` refuses
+        weights that were trained.
+        """
+        weights = wanted(*self._parameters.values())
+        if not weights:
+            return out
+        if not torch.compiler.is_compiling():
+            watch(weights)
+        replicas = self.global_num_experts - self.num_experts
+        reason = f"num_redundant_experts must be 0 to train the experts' weights, got {replicas}"
+        return refuse(out, weights, "FusedMoE", reason) if replicas else out
 
     def expert_tensors(self) -> list[Tensor]:
         """Return this rank's tensors that have a row per expert: what `EplbState.rebalance_` moves.

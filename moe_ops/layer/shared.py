@@ -8,18 +8,19 @@ import torch
 from torch import nn
 
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.loading.names import SHARED_EXPERTS, SHARED_GATE, router_tensor
 
 SHOWN = 4
 """Number of names that an error quotes."""
 
 
-def add_gate(layer: ExpertLayer, device: torch.device | str | None) -> None:
+def add_gate(layer: ExpertLayer, given: FusedMoEOptions) -> None:
     """Register the gate's parameter: zeros ``(1, H)`` if the layer has a gate, else None."""
-    gate = None
+    layer.shared_expert_gate, gate = given.shared_expert_gate, None
     if layer.shared_expert_gate:
         sizes = (1, layer.model_hidden_size)
-        zeros = torch.zeros(sizes, dtype=layer.sizes.dtype, device=device)
+        zeros = torch.zeros(sizes, dtype=layer.sizes.dtype, device=given.device)
         gate = nn.Parameter(zeros, requires_grad=layer.sizes.scheme.weight is None)
     layer.register_parameter(SHARED_GATE, gate)
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import json
 from typing import Any, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor
 
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.packing import PLAIN, WEIGHTS, converted, form_names, forms_of
+from moe_ops.layer.packing import FP8, PACKED, PLAIN, WEIGHTS, converted, form_names, forms_of
 from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.saved_rank import RankPart, RankState
 from moe_ops.scheme import Quant
 
 STATE = "_extra_state"
 """Name of the entry, which PyTorch chooses."""
+FORMS = (PLAIN, PACKED, FP8)
+"""The forms that ``form`` names."""
 MAX_BYTES = 65536
 """Largest size of the entry; a longer tensor is something else."""
 
@@ -29,7 +33,9 @@ class SchemeState(ExpertLayer):
     """A layer whose state dict names the scheme of its weights and the order of their rows.
 
     With ``enable_eplb`` it also names the experts of the rows, which `EplbState.rebalance_` may
-    change. Loading puts rows where the layer holds their experts by then.
+    change, and over several ranks the experts and the part of them that this rank holds (see
+    `RankPart`). Loading puts rows where the layer holds their experts by then. A state dict without
+    the experts, which a layer over several ranks must trust, is loaded with a warning.
     """
 
     def get_extra_state(self) -> Tensor:
@@ -43,9 +49,9 @@ class SchemeState(ExpertLayer):
         forms = {*forms_of(self).values()} - {PLAIN}
         if forms:  # of one weight, or of both
             said["form"] = min(forms)
-        if self.enable_eplb:
-            said["experts"] = self.held_placement().experts
-        return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
+        said |= RankPart.of(self).entries()
+        entry = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
+        return entry.as_subclass(RankState) if self.is_spread else entry
 
     def set_extra_state(self, state: Any) -> None:
         """Compare the form in a state dict with the layer's; nothing is stored.
@@ -95,31 +101,32 @@ class SchemeState(ExpertLayer):
     def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:
         """Replace tensors whose rows hold other experts than the layer's do now.
 
-        Without ``saved``, or from a layer without ``enable_eplb``, rows are those of the first
-        placement.
+        Without experts in ``saved``, rows are those of the first placement.
 
         Raises:
-            ValueError: the tensors lack an expert that this rank holds.
+            ValueError: the tensors lack an expert that this rank holds, are of another part of the
+                experts, have other numbers of rows than named experts, or replicas that differ.
         """
         named = isinstance(saved, Tensor) and not saved.is_meta
-        experts = stored_as(saved).experts if named else None
-        stored = self.placement.experts if experts is None else list(experts)
-        wanted = self.held_placement().experts
-        if stored == wanted:
-            return
-        source = {expert: row for row, expert in enumerate(stored)}
-        lacking = sorted({expert for expert in wanted if expert >= 0} - {*source})
-        if lacking:
-            raise ValueError(
-                "rows of the state dict must hold every expert that the layer's rows hold now "
-                f"(load_checkpoint reads any expert), got none of expert {lacking[0]}"
+        stored = stored_as(saved).rank if named else RankPart()
+        stored.check_fits(self)
+        names = {*parameter_specs(self.sizes), "w13_input_order"}
+        names |= {name for which in WEIGHTS for name in form_names(which)}
+        tensors = {prefix + name: state_dict.get(prefix + name) for name in names}
+        rows = {name: x for name, x in tensors.items() if isinstance(x, Tensor) and x.dim()}
+        if rows and self.is_spread and (stored.experts is None or stored.part is None):
+            warn(
+                f"{STATE} does not name the experts of the state dict's rows (an earlier version, "
+                "or a layer of one rank, saved it), so it cannot be checked that they are those of "
+                "this rank",
+                UserWarning,
+                stacklevel=2,
             )
-        weights = (name for which in WEIGHTS for name in form_names(which))
-        for name in {*parameter_specs(self.sizes), *weights, "w13_input_order"}:
-            x = state_dict.get(prefix + name)
-            if isinstance(x, Tensor) and x.dim() and x.shape[0] == len(stored):
-                rows = [x[source.get(expert, 0)] for expert in wanted]
-                state_dict[prefix + name] = torch.stack(rows)
+        if stored.experts is None:
+            stored = RankPart(tuple(self.placement.experts))
+        else:
+            stored.check_rows(rows)
+        state_dict.update(stored.reordered(rows, self.held_placement().experts))
 
     def _convert_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Convert weights of a state dict, which are in any form, to the layer's form.
@@ -169,8 +176,8 @@ class StoredAs(NamedTuple):
     """The key of the weight's `Quant`; None: not quantized."""
     interleaved: bool
     """Whether gate and up rows alternate."""
-    experts: tuple[int, ...] | None = None
-    """The expert of each row; None: not said, the rows are those of the first placement."""
+    rank: RankPart = RankPart()
+    """What the rows hold."""
     form: str = PLAIN
     """The form of the weights; ``packed`` if ``w13`` or ``w2`` is."""
 
@@ -219,13 +226,16 @@ def stored_as(state: Any) -> StoredAs:
     try:
         said = json.loads(bytes(state.flatten().tolist()))
         name, weight, interleaved = (said[key] for key in ("scheme", "weight", "interleaved"))
-        experts, form = said.get("experts"), said.get("form", PLAIN)
+        form = said.get("form", PLAIN)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{rule}, got {error!r}") from None
     kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)), (form, (str,)))
-    known = all(isinstance(value, kind) for value, kind in kinds)
-    if not known or not isinstance(experts, (list, type(None))):
+    if not all(isinstance(value, kind) for value, kind in kinds):
         raise ValueError(f"{rule}, got {said}")
-    if experts is not None and not all(type(expert) is int for expert in experts):
-        raise ValueError(f"{rule}, got experts {experts}")
-    return StoredAs(name, weight, interleaved, None if experts is None else tuple(experts), form)
+    if form not in FORMS:
+        raise ValueError(f"{rule}, whose form is one of {list(FORMS)}, got {form!r}")
+    try:
+        rank = RankPart.parse(said)
+    except ValueError as error:
+        raise ValueError(f"{rule}, got {error}") from None
+    return StoredAs(name, weight, interleaved, rank, form)

@@ -1,146 +1,198 @@
-"""What a checkpoint's ``config.json`` says of its quantized weights.
+"""What the files in a checkpoint's folder say about its quantized experts.
 
-Some formats have tensors of the same names, shapes and dtypes, such as both 6-bit floats of MX; the
-``quantization_config`` tells them apart. Anything it does not say, or says of an unknown tool, is
-decided by the tensors themselves.
+Some formats have tensors of the same names, shapes and dtypes, such as both 6-bit floats of MX, or
+both versions of GPTQ's zero points; the files tell them apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_ops.loading.facts import Facts, UnreadError, with_known
 from moe_ops.loading.files import read_object
-from moe_ops.scheme import WHOLE, Quant
+from moe_ops.loading.names import CheckpointLayout
+from moe_ops.loading.patterns import ExpertNames
+from moe_ops.loading.tools import read, with_expert_dtype
+from moe_ops.scheme import Quant
 
 CONFIG = "config.json"
-_INTEGERS = {4: ("int4",), 8: ("int8", "uint8")}
-_FLOATS = {4: ("fp4",), 8: ("fp8",)}
-_MODELOPT = {
-    "FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "MXFP8": "fp8",
-    "NVFP4": "fp4", "W4A16_AWQ": "int4", "W4A8_AWQ": "int4",
-}  # fmt: skip
-_QUARK = {
-    "fp8_e4m3": "fp8", "fp4": "fp4", "int4": "int4", "fp6_e2m3": "fp6_e2m3", "fp6_e3m2": "fp6_e3m2",
-}  # fmt: skip
+TOOLS_OWN = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+    "quantization_config.json": "auto-round",
+}
+"""Files of tools beside ``config.json``, and the tool if the file does not name it."""
+NESTED = ("thinker_config", "text_config", "llm_config", "language_config", "ffn_config")
+"""Parts of a configuration that may describe the experts; a later part may lie inside an earlier
+one."""
+KEYS = ("quantization_config", "compression_config")
 
 
-class Declared(NamedTuple):
-    """The weights of some of a checkpoint's layers."""
+class Statement(NamedTuple):
+    """What one file says."""
 
-    elements: tuple[str, ...]
-    """Names of the `Element` values that the weights may have."""
-    cols: int | None = None
-    """Columns that share a scale, or `WHOLE`; None: not said."""
+    file: Path
+    method: Any
+    """The tool."""
+    said: Any
 
-    def fits(self, quant: Quant) -> bool:
-        """Whether these may be the weights of a scheme."""
-        return quant.element.name in self.elements and self.cols in (None, quant.group.cols)
+    def of(self, names: ExpertNames) -> Facts | None:
+        """Return what is said about some experts; raises as `read`."""
+        try:
+            return read(self.method, self.said, names)
+        except UnreadError as error:
+            rule = f"{self.file} must say {error}, got {self.said!r:.300}"
+            raise UnreadError(rule, error.layout) from None
+        except ValueError as error:
+            raise ValueError(f"{self.file}: {error}") from None
 
-    def __str__(self) -> str:
-        groups = {None: "", WHOLE: " with one scale a row or tensor"}
-        groups.setdefault(self.cols, f" in groups of {self.cols} columns")
-        return " or ".join(self.elements) + groups[self.cols]
+
+@dataclass(frozen=True)
+class Declared:
+    """What all files of a model say."""
+
+    statements: tuple[Statement, ...] = ()
+    expert_dtype: tuple[Path, Any] | None = None
+    """The file and the value, if the dtype of the experts is said on its own."""
+
+    @property
+    def files(self) -> str:
+        """The names of the files, for messages."""
+        said = [statement.file for statement in self.statements]
+        said += [self.expert_dtype[0]] if self.expert_dtype else []
+        return " and ".join(dict.fromkeys(map(str, said)))
+
+    def of(self, names: ExpertNames) -> Facts | None:
+        """Return how some experts are stored; None: no file says anything.
+
+        Raises:
+            UnreadError: a file says something that is not understood.
+            ValueError: files contradict each other; words of integers in an unknown order.
+        """
+        facts = None
+        for statement in self.statements:
+            found = statement.of(names)
+            if found is None or facts is None:
+                facts = facts or found
+                continue
+            try:
+                facts = facts.merged(found)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.files} must say the same about {names.modules[0]}, got {error}"
+                ) from None
+        if self.expert_dtype is None:
+            return facts
+        file, dtype = self.expert_dtype
+        try:
+            return with_expert_dtype(facts, dtype)
+        except UnreadError as error:
+            raise UnreadError(f"{file} must say {error}") from None
 
 
-def check_declared(folder: Path | None, quant: Quant | None) -> None:
-    """Compare the configuration in a checkpoint's folder with the weights of a layer's scheme.
+def in_folder(folder: Path) -> Declared:
+    """Read the files in a folder, none of which must exist.
 
     Raises:
-        ValueError: the configuration says other weights, or is not a JSON object.
+        ValueError: a file that is not a JSON object.
     """
-    if folder is None or quant is None or not (folder / CONFIG).exists():
-        return
-    config = read_object(folder / CONFIG, "a model's configuration")
-    said = tuple(declared(config))
-    if said and not any(one.fits(quant) for one in said):
-        raise ValueError(
-            f"quant_config must be a scheme with weights as {folder / CONFIG} says, "
-            f"{'; or '.join(map(str, said))}, got weights {quant.key}"
-        )
+    config = folder / CONFIG
+    said = (
+        in_config(read_object(config, "a model's configuration"), config)
+        if config.exists()
+        else Declared()
+    )
+    own = []
+    for name, tool in TOOLS_OWN.items():
+        file = folder / name
+        if file.exists():
+            found = read_object(file, "a quantization tool's configuration")
+            own.append(Statement(file, found.get("quant_method", tool), found))
+    return Declared(said.statements + tuple(own), said.expert_dtype)
 
 
-def declared(config: Mapping[str, Any]) -> Iterator[Declared]:
-    """Yield the kinds of quantized weights that a ``config.json`` names; none: it does not say."""
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else {}
-    for holder in (config, inner):
-        for key in ("quantization_config", "compression_config"):
-            said = holder.get(key)
-            if isinstance(said, Mapping):
-                # Dtypes of experts and rules for single layers are not read: the tensors decide.
-                if "expert_dtype" in {**config, **inner, **said} or said.get("dynamic"):
-                    return
-                yield from filter(None, _of_method(said))
-                return
+def in_config(config: Mapping[str, Any], file: Path) -> Declared:
+    """Read a model's configuration.
+
+    Args:
+        config: the configuration.
+        file: where it was, for messages.
+    """
+    statements, dtype = [], None
+    for part in parts_of(config):
+        dtype = part.get("expert_dtype", dtype)
+        key = next((key for key in KEYS if part.get(key) is not None), None)
+        if key is None:
+            continue
+        said, method = part[key], None
+        if isinstance(said, Mapping):
+            method, dtype = said.get("quant_method"), said.get("expert_dtype", dtype)
+            if method == "moe_ops":
+                said = config.get("moe_ops")
+        statements.append(Statement(file, method, said))
+    return Declared(tuple(statements), None if dtype is None else (file, dtype))
 
 
-def _of_method(said: Mapping[str, Any]) -> Iterable[Declared | None]:
-    method = str(said.get("quant_method"))
-    if method in ("gptq", "awq", "auto-round", "intel/auto-round"):
-        return [_of_bits(said)]
-    if method == "modelopt":
-        algorithm = _MODELOPT.get(str(said.get("quant_algo")))
-        return [Declared((algorithm,)) if algorithm else None]
-    if method == "compressed-tensors":
-        groups = said.get("config_groups")
-        groups = groups.values() if isinstance(groups, Mapping) else ()
-        return [_compressed(group["weights"]) for group in groups if _has(group, "weights")]
-    if method == "quark":
-        return [_quark(said)]
-    fixed = {
-        "fp8": _sized(("fp8",), _second(said.get("weight_block_size"))),
-        "fbgemm_fp8": Declared(("fp8",), WHOLE),
-        "mxfp4": Declared(("fp4",), 32),
-    }
-    return [fixed.get(method)]
+def parts_of(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a configuration and the parts of it that may describe the experts."""
+    yield config
+    for name in NESTED:
+        if isinstance(config.get(name), Mapping):
+            yield from parts_of(config[name])
 
 
-def _has(holder: Any, key: str) -> bool:
-    """Whether ``holder`` maps ``key`` to a mapping."""
-    return isinstance(holder, Mapping) and isinstance(holder.get(key), Mapping)
+def layout_of(
+    folder: Path | None,
+    names: ExpertNames,
+    quant: Quant | None,
+    layout: CheckpointLayout,
+    *,
+    quantize: bool,
+) -> CheckpointLayout:
+    """Compare a layer with the files in a checkpoint's folder; return the layout of its tensors.
+
+    Args:
+        folder: the folder, if there is one.
+        names: the names of the layer's experts in the checkpoint.
+        quant: how the layer's scheme quantizes weights.
+        layout: the layout that the caller gave.
+        quantize: whether the weights are plain, to be quantized to the scheme.
+
+    Returns:
+        The layout, with what the files say about it.
+
+    Raises:
+        ValueError: the files say other weights or another layout, contradict each other, or are not
+            JSON objects. What is not understood raises nothing: the tensors decide.
+    """
+    if folder is None:
+        return layout
+    declared = in_folder(folder)
+    try:
+        facts = declared.of(names)
+    except UnreadError as error:
+        return _layout(error.layout, layout, declared) if error.layout else layout
+    if facts is None:
+        return layout
+    if not facts.fits(None if quantize else quant):
+        got = "no scheme" if quant is None else f"weights {quant.key}"
+        if facts.weight is None:
+            got += ": pass quantize=True to quantize them"
+        elif quant is None or quantize:
+            got += f"{' and quantize=True' * quantize}: correct the file if it is out of date"
+        said = f"{declared.files} says, {facts}, got {got}"
+        raise ValueError(f"quant_config must be a scheme with weights as {said}")
+    return _layout(facts.layout, layout, declared)
 
 
-def _whole(number: Any) -> int:
-    return number if type(number) is int else 0
-
-
-def _second(pair: Any) -> Any:
-    return pair[1] if isinstance(pair, (list, tuple)) and len(pair) == 2 else None
-
-
-def _sized(elements: tuple[str, ...] | None, group_size: Any) -> Declared | None:
-    if elements is None:
-        return None
-    known = type(group_size) is int and (group_size > 0 or group_size == WHOLE)
-    return Declared(elements, group_size if known else None)
-
-
-def _of_bits(said: Mapping[str, Any]) -> Declared | None:
-    """Return the weights of GPTQ, AWQ and AutoRound; AutoRound also writes MX formats."""
-    if said.get("data_type", "int") != "int":
-        return None
-    return _sized(_INTEGERS.get(_whole(said.get("bits"))), said.get("group_size"))
-
-
-def _compressed(weights: Mapping[str, Any]) -> Declared | None:
-    """Return the weights of one group of compressed-tensors."""
-    by_bits = _FLOATS if weights.get("type") == "float" else _INTEGERS
-    elements, strategy = by_bits.get(_whole(weights.get("num_bits"))), weights.get("strategy")
-    if strategy in ("tensor", "channel"):
-        return _sized(elements, WHOLE)
-    if strategy == "block":
-        return _sized(elements, _second(weights.get("block_structure")))
-    return _sized(elements, weights.get("group_size"))
-
-
-def _quark(said: Mapping[str, Any]) -> Declared | None:
-    """Return the weights of Quark's global configuration, unless single layers have their own."""
-    if not _has(said.get("global_quant_config"), "weight") or said.get("layer_quant_config"):
-        return None
-    weight = said["global_quant_config"]["weight"]
-    element = _QUARK.get(str(weight.get("dtype")))
-    grouped = weight.get("qscheme") == "per_group"
-    size = weight.get("group_size") if grouped else None
-    return _sized((element,), size) if element else None
+def _layout(
+    known: CheckpointLayout | None, layout: CheckpointLayout, declared: Declared
+) -> CheckpointLayout:
+    try:
+        return with_known(known, layout)
+    except ValueError as error:
+        raise ValueError(f"layout must have, as {declared.files} says, {error}") from None

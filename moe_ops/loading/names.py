@@ -79,12 +79,13 @@ class CheckpointLayout:
             takes them.
         awq: 4-bit ``qweight`` is packed as AWQ does. None: by its shape.
         zeros_plus_one: GPTQ's ``qzeros`` are the zero points less one (version 1 of the format).
+            None: unless the files say otherwise.
     """
 
     transposed: bool | None = None
     interleaved: bool | None = None
     awq: bool | None = None
-    zeros_plus_one: bool = True
+    zeros_plus_one: bool | None = None
 
 
 LAYOUTS = {
@@ -93,7 +94,7 @@ LAYOUTS = {
     "llama4": CheckpointLayout(transposed=True, interleaved=False),
     "gpt_oss": CheckpointLayout(transposed=True, interleaved=True),
     "awq": CheckpointLayout(awq=True),
-    "gptq": CheckpointLayout(awq=False),
+    "gptq": CheckpointLayout(awq=False, zeros_plus_one=True),
     "gptq_v2": CheckpointLayout(awq=False, zeros_plus_one=False),
 }
 """The layouts by name."""

@@ -223,7 +223,7 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
         if form.layout.awq:
             x = _awq(x, bits).t()
         else:  # zero point 0 less one wraps to the largest code
-            x = _words(x, bits).t() + int(form.layout.zeros_plus_one) & 2**bits - 1
+            x = _words(x, bits).t() + int(form.layout.zeros_plus_one is not False) & 2**bits - 1
     elif x.dtype == torch.int32:
         _expect(x, (cdiv(n, per_word), groups))
         x = _words(x.t(), bits).t()[:n]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Result = TypeVar("Result")
+SHOWN = 8
+"""Number of ranks with the same value that an error quotes."""
 
 
 def process_group(group: Any) -> dist.ProcessGroup:
@@ -26,8 +28,8 @@ def process_group(group: Any) -> dist.ProcessGroup:
         ValueError: a name that no group has, a group that this process is not in, a mesh of several
             dimensions, or None before `torch.distributed` is initialized.
     """
-    if isinstance(group, tuple) and hasattr(group, "name"):
-        group = group.name  # a RankGroup, which a higher layer defines
+    if isinstance(group, tuple) and hasattr(group, "process_group"):
+        return group.process_group()  # a RankGroup, which a higher layer defines
     if group is None:
         if not dist.is_initialized():
             raise ValueError("group must be given, or torch.distributed initialized, got neither")
@@ -56,8 +58,7 @@ def _group_of_name(name: Any) -> Any:
 
 
 def agree(
-    group: dist.ProcessGroup,
-    device: torch.device,
+    gather: Callable[[str], list[str]],
     check: Callable[[], tuple[Result, Mapping[str, str]]],
 ) -> Result:
     """Run ``check`` on every rank, and raise on all ranks if it fails on any.
@@ -65,8 +66,7 @@ def agree(
     The host waits for the other ranks.
 
     Args:
-        group: the ranks.
-        device: where messages travel: the CPU for gloo, this rank's GPU for NCCL.
+        gather: returns the texts of all ranks, in the order of ranks: see `gather_texts`.
         check: returns its result, and facts by name that must be the same on every rank.
 
     Raises:
@@ -81,21 +81,35 @@ def agree(
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
     said = {"error": None if failure is None else str(failure), "facts": dict(facts)}
-    heard = [json.loads(text) for text in gather_texts(group, device, json.dumps(said))]
+    heard = [json.loads(text) for text in gather(json.dumps(said))]
     if failure is not None:
         raise failure
     for rank, other in enumerate(heard):
         if other["error"] is not None:
             raise ValueError(f"the call failed on rank {rank} of the group: {other['error']}")
-    for rank, other in enumerate(heard):
-        for name in {**facts, **other["facts"]}:
-            mine, theirs = facts.get(name), other["facts"].get(name)
-            if mine != theirs:
-                raise ValueError(
-                    f"{name} must be the same on every rank, got {mine}, and {theirs} on rank "
-                    f"{rank} of the group"
-                )
+    problem = _difference([other["facts"] for other in heard])
+    if problem:
+        raise ValueError(problem)
     return result
+
+
+def _difference(of_ranks: Sequence[Mapping[str, str]]) -> str | None:
+    """Name the first fact that differs between ranks, with its values; None: none does."""
+    for name in dict.fromkeys(name for facts in of_ranks for name in facts):
+        holders: dict[Any, list[int]] = {}
+        for rank, facts in enumerate(of_ranks):
+            holders.setdefault(facts.get(name), []).append(rank)
+        if len(holders) > 1:
+            values = ", ".join(f"{value} on {_named(ranks)}" for value, ranks in holders.items())
+            return f"{name} must be the same on every rank of the group, got {values}"
+    return None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Name some ranks in an error."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:SHOWN]))}{', ..' if len(ranks) > SHOWN else ''}"
 
 
 def gather_texts(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:

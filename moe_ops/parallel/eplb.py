@@ -25,7 +25,8 @@ def eplb_map_to_physical_and_record(
     Token t goes to replica ``((t + seed + step) * 2654435769 mod 2**32) mod count[id]`` of each of
     its experts, so that all replicas of an expert get their share, for any k. An id outside
     ``[0, E)`` becomes -1. ``expert_load_view[p]`` grows by one for every slot sent to p, with
-    integer atomics, so that the counts do not depend on the order of the slots.
+    integer atomics, so that the counts do not depend on the order of the slots. A count of int32
+    ends at 2**31 - 1.
 
     The three scalars are read on the device: a replayed graph reads their current values.
 

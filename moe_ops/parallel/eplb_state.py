@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.parallel.agreement import agree, process_group
+from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.parallel.moves import apply_moves, check_apart, check_rows, plan_moves, staging_for
 from moe_ops.parallel.placement import initial_physical_to_logical_map
 from moe_ops.parallel.rebalance import (
@@ -21,6 +22,7 @@ from moe_ops.parallel.rebalance import (
     rebalance_experts,
 )
 from moe_ops.parallel.rounds import Spread
+from moe_ops.parallel.trained import check_untrained
 from moe_ops.parallel.travel import RowExchange
 
 
@@ -31,7 +33,7 @@ class EplbTensors(NamedTuple):
     """int64 ``(L, P)``; the same on all ranks."""
     expert_load: Tensor
     """int32 ``(L, P)``: slots that this process sent to each physical expert since the last
-    `rebalance_`."""
+    `rebalance_`, at most 2**31 - 1."""
     logical_to_physical_map: Tensor
     """int64 ``(L, E, R)``, padded with -1; R is the number of redundant experts plus one."""
     logical_replica_count: Tensor
@@ -92,11 +94,22 @@ class EplbState(EplbTensors):
 
         With a group the load is also summed over its ranks, which must all call this. Ranks that
         have the same tokens each count them: only proportions matter.
+
+        Raises:
+            ValueError: on all ranks: a negative load on any of them.
         """
         load = torch.zeros_like(self.logical_replica_count)
         load.scatter_add_(1, self.physical_to_logical_map, self.expert_load.long())
+        negative = (self.expert_load < 0).sum().reshape(1)
         if self.group_name is not None:
-            dist.all_reduce(load, group=process_group(self.group_name))
+            told = torch.cat([load.flatten(), negative])
+            dist.all_reduce(told, group=process_group(self.group_name))
+            load, negative = told[:-1].view_as(load), told[-1:]
+        if int(negative):
+            raise ValueError(
+                f"expert_load must not be negative on any rank, got {int(negative)} negative "
+                "numbers: they do not count slots, or have wrapped"
+            )
         return load
 
     def rebalance_(
@@ -130,7 +143,10 @@ class EplbState(EplbTensors):
 
         Raises:
             TypeError, ValueError: as `rebalance_experts` and `move_experts`, also for tensors of
-                two layers that share memory. Nothing has changed then.
+                two layers that share memory; loads that are negative, because a counter of int32
+                has wrapped. Nothing has changed then.
+            NotImplementedError: parameters that have received gradients: an optimizer's state for
+                their rows would stay behind.
             ValueError: with a group also on the other ranks; and a ``num_gpus`` that is not the
                 number of ranks, tensors on another device than the state, arguments or placements
                 that differ between ranks.
@@ -176,8 +192,7 @@ class EplbState(EplbTensors):
         else:
             ranks = process_group(self.group_name)
             mover = agree(
-                ranks,
-                self.expert_load.device,
+                partial(gather_texts, ranks, self.expert_load.device),
                 lambda: self._prepared(ranks, weights, sizes, rows_in_flight),
             )
         num_layers, num_physical = self.physical_to_logical_map.shape
@@ -205,6 +220,7 @@ class EplbState(EplbTensors):
         for i, tensors in enumerate(layers):
             check_rows(f"weights[{i}]", tensors, rule, num_physical // ranks)
         check_apart(_named(layers))
+        check_untrained(_named(layers))
         return layers
 
     def _prepared(

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moe_ops import ops
-from moe_ops.gradients import wanted
+from moe_ops.gradients import once, wanted
 from moe_ops.pipeline.gemms import activated, gemm, quantized
 from moe_ops.pipeline.lora import (
     ExpertLora,
@@ -170,10 +169,10 @@ class _Experts(Function):
         return ops.moe_fused_mul_sum(y, on_output, *slots)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once("fused_experts")
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> Any:
         """Compute the gradients that are asked for."""
-        *tensors, product, plan, lora_plan = ctx.saved_tensors
+        *tensors, product, plan, lora_plan = saved
         given, asked = Operands(*tensors), Operands(*ctx.needs_input_grad[2:])
         spaces = given.space(ctx.settings, plan), given.adapters(ctx.settings, lora_plan)
         work = _Backward(ctx.settings, given, asked, *spaces)

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moe_ops import ops
-from moe_ops.gradients import check_transforms
+from moe_ops.gradients import check_transforms, once
 
 
 class Places(NamedTuple):
@@ -70,10 +69,10 @@ class _Dispatch(Function):
         return rows, counts, dropped
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    @once("BatchedPrepareAndFinalize.prepare")
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor, *_: Any) -> Any:
         """Sum the gradients of each token's rows."""
-        x, weights, ids = ctx.saved_tensors
+        x, weights, ids = saved
         row_of_slot, grad = ops.batched_rows(ids, *ctx.places), grad.contiguous()
         dx = _sum(grad, weights, row_of_slot) if ctx.needs_input_grad[0] else None
         dweights = None
@@ -95,10 +94,10 @@ class _Combine(Function):
         return _sum(rows, topk_weights, row_of_slot)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once("TopKWeightAndReduceNaiveBatched.apply")
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> Any:
         """Copy the gradient to the rows of each token."""
-        rows, weights, ids, row_of_slot = ctx.saved_tensors
+        rows, weights, ids, row_of_slot = saved
         drows = dweights = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import check_transforms, refuse, wanted
+from moe_ops.gradients import check_transforms, recomputed, refuse, wanted
 from moe_ops.pipeline.backward import Settings, differentiable_experts, lacking
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
@@ -177,9 +177,9 @@ def _experts(
     call = (hidden_states, experts, routing, settings, config, plan)
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
-    elif not inputs:
+    elif not inputs and not recomputed():
         return _untrained(*call)
-    reason = lacking((w1, w2), config) if inputs else None
+    reason = lacking((w1, w2), config)
     if reason is not None:
         with torch.no_grad():
             out = _untrained(*call) if lora is None else differentiable_experts(*call, lora)

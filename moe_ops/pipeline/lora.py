@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moe_ops import checks, ops
-from moe_ops.gradients import check_transforms, wanted
+from moe_ops.gradients import check_transforms, once, wanted
 from moe_ops.pipeline.row_spaces import SlotRows, always
 from moe_ops.scheme import UNQUANTIZED, Scheme
 from moe_ops.tensors import Routing
@@ -265,10 +264,10 @@ class _Lora(Function):
         return out.masked_fill_((ids < 0).view(-1, 1), 0.0)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once("expert_lora")
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> Any:
         """The gradients of the rows and of both factors."""
-        x, a, b, ids, plan = ctx.saved_tensors
+        x, a, b, ids, plan = saved
         space = adapter_rows(ids, a.shape[0], x.dtype, invariant=False, plan=plan)
         dx = da = db = None
         grad = grad.contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.gradients import inference_only, refuse, wanted
+from moe_ops.gradients import inference_only, recomputed, refuse, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.pipeline.calls import (
     Call,
@@ -188,8 +188,7 @@ class FusedMoEKernel:
         check_room(part, call)
         if call.lora is not None:
             check_adapters(self, call, call.lora)
-        inputs, reason = self._gradients(call)
-        trained = len(inputs) > 0 and reason is None
+        _, reason, trained = self._gradients(call)
         if not trained:
             call = without_history(call)
         recorded = trained or call.lora is not None
@@ -222,8 +221,7 @@ class FusedMoEKernel:
         """
         prepared = pending.wait()
         del pending
-        inputs, reason = self._gradients(call)
-        trained = len(inputs) > 0 and reason is None
+        inputs, reason, trained = self._gradients(call)
         call = routed(call, prepared)
         plain = call if trained else without_history(call)
         recorded = trained or call.lora is not None
@@ -244,10 +242,18 @@ class FusedMoEKernel:
             parts.append(self._experts(chunk, [rows], recorded))
         return call, self._refused(torch.cat(parts), inputs, reason)
 
-    def _gradients(self, call: Call) -> tuple[list[Tensor], str | None]:
-        """The tensors whose gradient may be asked for, and why there is none; None: there is."""
+    def _gradients(self, call: Call) -> tuple[list[Tensor], str | None, bool]:
+        """What gradients of a call may be asked for.
+
+        Returns:
+            The tensors that require grad; why there are no gradients (None: there are); and whether
+            the call runs as with gradients, which it also does if it will be `recomputed`.
+        """
         inputs = wanted(*differentiable(call), call.lora, self.fused_experts.quant_config)
-        return inputs, lacks_gradients(self, call) if inputs else None
+        if not inputs and not recomputed():
+            return inputs, None, False
+        reason = lacks_gradients(self, call)
+        return inputs, reason, reason is None
 
     @staticmethod
     def _refused(rows: Tensor, inputs: list[Tensor], reason: str | None) -> Tensor:

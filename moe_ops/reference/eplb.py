@@ -25,7 +25,7 @@ def eplb_map_to_physical_and_record(
     """Choose each slot's replica by a hash of its token, and count it in ``expert_load_view``.
 
     The result is -1 for an id without an expert, and for a replica that does not fit into
-    ``indices_type``.
+    ``indices_type``. A counter of int32 stays at its largest value.
     """
     num_experts, max_replicas = logical_to_physical_map.shape
     num_physical = expert_load_view.shape[0]
@@ -42,7 +42,7 @@ def eplb_map_to_physical_and_record(
         counted &= token < num_unpadded_tokens
     if record_enabled is not None:
         counted &= record_enabled != 0
-    expert_load_view.scatter_add_(
-        0, torch.where(counted, physical, 0).flatten(), counted.flatten().to(expert_load_view.dtype)
-    )
+    at, dtype = torch.where(counted, physical, 0).flatten(), expert_load_view.dtype
+    load = expert_load_view.long().scatter_add(0, at, counted.flatten().long())
+    expert_load_view.copy_(load.clamp(max=torch.iinfo(dtype).max))
     return narrowed(physical, indices_type)

@@ -70,7 +70,10 @@ def symmetric_return(
     state: Tensor,
     top_k: int,
 ) -> Tensor:
-    """Write partial sums to their tokens' ranks, and add the ranks' sums of this rank's tokens."""
+    """Write partial sums to their tokens' ranks, and add the ranks' sums of this rank's tokens.
+
+    Once a rank has failed to answer all sums are NaN.
+    """
     windows = windows_of(peers)
     layout, rank, (tokens, width) = windows.layout, windows.rank, sums.shape
     ranks, each = layout.ranks, tokens // layout.ranks
@@ -88,7 +91,7 @@ def symmetric_return(
     total = torch.where(inside[0], came[0].float(), 0.0)
     for other in range(1, ranks):
         total = total + torch.where(inside[other], came[other].float(), 0.0)
-    return total.to(sums.dtype)
+    return total.masked_fill_(state[FAILED] != 0, torch.nan).to(sums.dtype)
 
 
 def homes(ids: Tensor, expert_ranks: Tensor | None) -> Tensor:

@@ -61,14 +61,19 @@ def adjust_routing(
             "per_expert_scale.shape[0]", per_expert_scale.shape[0], "num_experts", num_experts
         )
     if is_padding is not None:
-        checks.tensor("is_padding", is_padding, 1, (torch.bool,))
-        checks.same_device("is_padding", is_padding, "topk_ids", topk_ids)
-        checks.same_tokens("is_padding", is_padding, "topk_ids", topk_ids)
+        check_padding(is_padding, "topk_ids", topk_ids)
     adjust = ops.adjust_routing
     if wanted(topk_weights, per_expert_scale):
         adjust = differentiable_adjustment
     more = (num_experts, num_shared_experts, shared_expert_weight)
     return adjust(topk_weights, topk_ids, per_expert_scale, is_padding, *more)
+
+
+def check_padding(is_padding: Tensor, name: str, tokens: Tensor) -> None:
+    """Check the mask of padding tokens against a tensor of these tokens."""
+    checks.tensor("is_padding", is_padding, 1, (torch.bool,))
+    checks.same_device("is_padding", is_padding, name, tokens)
+    checks.same_tokens("is_padding", is_padding, name, tokens)
 
 
 def zero_experts(

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moe_ops import ops
-from moe_ops.gradients import check_transforms
+from moe_ops.gradients import check_transforms, once
 from moe_ops.scheme import UNQUANTIZED
 
 
@@ -43,10 +42,10 @@ class _Chosen(Function):
     """Weights that are scores of the chosen experts; ``forward`` keeps logits, ids and settings."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+    @once("fused_topk, grouped_topk and hash_topk")
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor, _: Any) -> Any:
         """The gradient of the logits."""
-        gating_output, ids = ctx.saved_tensors
+        gating_output, ids = saved
         return ops.topk_backward(grad, gating_output, ids, *ctx.how), None, None, None
 
 
@@ -112,13 +111,13 @@ class _Sparsemixer(Function):
         return weights, ids
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+    @once("sparsemixer")
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor, _: Any) -> Any:
         """``sum_j grad[j] * p_j[chosen] * (onehot(chosen) - p_j)`` for the softmax p_j of choice j.
 
         Computed in float64 and rounded once.
         """
-        gating_output, ids = ctx.saved_tensors
+        gating_output, ids = saved
         logits = gating_output.float()
         left, found = logits.isfinite(), torch.zeros_like(logits, dtype=torch.float64)
         for j in range(2):
@@ -167,10 +166,10 @@ class _Adjust(Function):
         return weights, ids
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+    @once("adjust_routing")
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor, _: Any) -> Any:
         """Scale the gradient as the weights were; sum it over the slots of each expert."""
-        (weights, scale, ids, padding), experts = ctx.saved_tensors, ctx.num_experts
+        (weights, scale, ids, padding), experts = saved, ctx.num_experts
         grad = grad[:, : ids.shape[1]].contiguous()
         dweights = dscale = None
         if ctx.needs_input_grad[0]:
@@ -208,10 +207,10 @@ class _ZeroExperts(Function):
         return given, left, result
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_weights: Tensor, _: Any, grad: Tensor) -> Any:
+    @once("zero_experts")
+    def backward(ctx: Any, saved: tuple[Any, ...], of_weights: Tensor, _: Any, grad: Tensor) -> Any:
         """``sum_j w[j] * grad`` for tokens, ``<grad, x>`` for weights of identity experts."""
-        (x, weights, ids), experts = ctx.saved_tensors, ctx.num_experts
+        (x, weights, ids), experts = saved, ctx.num_experts
         dx = dweights = None
         if ctx.needs_input_grad[0]:
             dx = ops.zero_experts(grad.contiguous(), weights, ids, experts, -1)[2]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
-from moe_ops.routing.adjust import adjust_routing, zero_experts
+from moe_ops.routing.adjust import adjust_routing, check_padding, zero_experts
 from moe_ops.routing.arguments import check_indices_type
 from moe_ops.routing.shared_gate import check_gate, gate_shared_experts
 from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
@@ -140,13 +140,13 @@ def select_experts(
         ``routed_scaling_factor``.
     """
     shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
-    flags = {"use_grouped_topk": use_grouped_topk, "enable_eplb": enable_eplb}
-    checks.flags(**flags, renormalize=renormalize)
+    checks.flags(renormalize=renormalize, use_grouped_topk=use_grouped_topk)
     check_indices_type(indices_type)
     _check_sizes(hidden_states, router_logits, top_k, identity, shared)
     _check_shared_experts(shared, enable_eplb, shared_expert_gate, hidden_states)
+    tokens = _no_padding(custom_routing_function, is_padding, hidden_states, router_logits)
     weights, ids = _choose(
-        (hidden_states, router_logits, top_k, renormalize),
+        (*tokens, top_k, renormalize),
         (num_expert_group, topk_group) if use_grouped_topk else None,
         custom_routing_function,
         (hash_indices_table, input_ids),
@@ -170,7 +170,11 @@ def select_experts(
 
 
 def _check_sizes(
-    hidden_states: Tensor, router_logits: Tensor, top_k: int, identity: int, shared: int
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    top_k: int,
+    identity: int,
+    shared: int,
 ) -> None:
     """Check that tokens and logits agree, and the numbers of identity and shared experts."""
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
@@ -179,6 +183,23 @@ def _check_sizes(
     checks.at_least(0, zero_expert_num=identity)
     checks.between(0, checks.MAX_EXPERTS, num_fused_shared_experts=shared)
     checks.topk("top_k", top_k, router_logits.shape[1])
+
+
+def _no_padding(
+    function: CustomRouting | None,
+    is_padding: Tensor | None,
+    hidden_states: Tensor,
+    router_logits: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Tokens and logits, in grad mode with zeros in rows of padding for the caller's function.
+
+    Such a function multiplies the zero gradient of a row of padding by NaN if the row holds NaN.
+    """
+    if function is None or is_padding is None or not torch.is_grad_enabled():
+        return hidden_states, router_logits
+    check_padding(is_padding, "hidden_states", hidden_states)
+    rows = is_padding[:, None]
+    return hidden_states.masked_fill(rows, 0.0), router_logits.masked_fill(rows, 0.0)
 
 
 def _choose(
@@ -260,6 +281,7 @@ def _check_shared_experts(
     count: int, enable_eplb: bool, gate: Tensor | None, hidden_states: Tensor
 ) -> None:
     """Check that there is no EPLB, which has no replicas of shared experts, and check the gate."""
+    checks.flags(enable_eplb=enable_eplb)
     if count and enable_eplb:
         raise NotImplementedError(
             f"num_fused_shared_experts must be 0 with enable_eplb, got {count}"

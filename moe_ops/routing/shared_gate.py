@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moe_ops import checks, ops
-from moe_ops.gradients import check_transforms, wanted
+from moe_ops.gradients import check_transforms, once, wanted
 
 
 def check_gate(gate: Tensor, hidden_states: Tensor, num_shared_experts: int) -> None:
@@ -81,10 +80,10 @@ class _GateLogits(Function):
         return _logits(hidden_states, gate, slots)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once("select_experts")
+    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> Any:
         """``grad[t] * gate`` for tokens, ``sum_t grad[t] * x[t]`` for the gate, in float32."""
-        hidden_states, gate, slots = ctx.saved_tensors
+        hidden_states, gate, slots = saved
         skipped = slots < 0
         grad = grad.masked_fill(skipped, 0.0)
         of_tokens = of_gate = None

@@ -22,6 +22,25 @@ class SimulatedGroup(RankGroup):
     rank: int
     meeting: Meeting
 
+    def size_and_rank(self) -> tuple[int, int]:
+        """As `RankGroup.size_and_rank`."""
+        return self.meeting.size, self.rank
+
+    def gather_texts(self, text: str, device: torch.device) -> list[str]:
+        """As `RankGroup.gather_texts`."""
+        return self.meeting.collect(self.rank, "gather_texts", text)
+
+    def process_group(self) -> Any:
+        """Raise NotImplementedError: simulated ranks have neither processes nor windows."""
+        raise NotImplementedError(
+            "group must be a process group for windows (all2all_backend 'symmetric') and for "
+            "rebalance_, got a SimulatedGroup"
+        )
+
+    def __deepcopy__(self, memo: Any) -> SimulatedGroup:
+        """Return the group itself, as a copy of a layer has the same ranks."""
+        return self
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """As `RankGroup.all_reduce`; adds in the order of ranks."""
         return torch.stack(self.meeting.collect(self.rank, "all_reduce", x)).sum(0).to(x.dtype)
@@ -52,6 +71,11 @@ class SimulatedGroup(RankGroup):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """As `RankGroup.reduce_scatter`; adds in the order of ranks."""
         return self.all_reduce(x).chunk(self.size)[self.rank]
+
+    def gather_among(self, x: Tensor, peers: range) -> Tensor:
+        """As `RankGroup.gather_among`."""
+        of_ranks = self.meeting.collect(self.rank, "gather_among", x)
+        return torch.cat([of_ranks[peer] for peer in peers])
 
     def wait(self, x: Tensor) -> Tensor:
         """Return ``x``, which is complete."""
@@ -104,9 +128,10 @@ def run_ranks(size: int, run: Callable[[int, SimulatedGroup], Result]) -> list[R
     """Run ``run(rank, group)`` for each of ``size`` ranks in one process; returns their results.
 
     Every rank is a thread, and ``group`` stands for a process group wherever one is taken, as the
-    ``group`` of an exchange is. Collectives are exact and complete at once. Ranks run one at a
-    time, so a run is as deterministic as its ranks, and a GPU's stream is shared. Ranks see the
-    caller's grad mode and context (`moe_ops.checking`). Compiled calls are not supported.
+    ``group`` of an exchange or the ``tp_group`` of a layer is. Collectives are exact and complete
+    at once. Ranks run one at a time, so a run is as deterministic as its ranks, and a GPU's stream
+    is shared. Ranks see the caller's grad mode and context (`moe_ops.checking`). Compiled calls are
+    not supported.
 
     Args:
         size: R.

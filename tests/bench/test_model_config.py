@@ -18,10 +18,13 @@ MIXTRAL = {
 }  # fmt: skip
 
 
-def read(tmp_path, config):
+def read(tmp_path, config, **files):
     folder = tmp_path / "a-model"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    for old in folder.iterdir():
+        old.unlink()
+    for name, content in {"config": config, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
     return read_config(folder)
 
 
@@ -109,6 +112,162 @@ FLOAT4, INT4 = {"num_bits": 4, "type": "float"}, {"num_bits": 4, "type": "int"}
 def test_scheme(tmp_path, said, scheme):
     found = read(tmp_path, {**QWEN3, "quantization_config": said})
     assert found.scheme == scheme and get_scheme(scheme).key == scheme
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {"bits": 4, "group_size": 128, "sym": True}
+AWQ = {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}
+AUTO = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+ROWS = {**FLOAT8, "strategy": "channel"}, {**FLOAT8, "strategy": "token"}
+LAYERS = {**QWEN3, "num_hidden_layers": 4}
+NVFP4 = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
+
+
+def groups(*of_targets, ignore=()):
+    named = {str(i): {"targets": targets, "weights": weights, "input_activations": inputs}
+             for i, (targets, weights, inputs) in enumerate(of_targets)}  # fmt: skip
+    return {"quant_method": "compressed-tensors", "config_groups": named, "ignore": list(ignore)}
+
+
+def experts_of(*layers, block="mlp"):
+    names = ("gate_proj", "up_proj", "down_proj")
+    return [f"model.layers.{i}.{block}.experts.{e}.{n}"
+            for i in layers for e in range(128) for n in names]  # fmt: skip
+
+
+def modelopt(**more):
+    group = {"weights": {**FLOAT4, "group_size": 16}, "targets": ["Linear"], **more}
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": group}}
+
+
+INT4_ROWS = {**INT4, "strategy": "group", "group_size": 128}
+FACTS = [
+    # The quantization_config, other files or entries of the configuration, the experts' scheme.
+    (None, {"hf_quant_config": NVFP4}, "nvfp4"),
+    (None, {"quantize_config": {**GPTQ, "desc_act": True, "checkpoint_format": "gptq_v2"}},
+     "int4_w4a16_g128"),
+    (None, {"quant_config": AWQ}, "int4_w4a16_g64_zp"),
+    (BLOCKS, {"config": {"expert_dtype": "fp4"}}, "mxfp4_w4a16"),
+    (BLOCKS, {"config": {"expert_dtype": "fp8"}}, "fp8_block128"),
+    (BLOCKS, {"config": {"expert_dtype": "bf16"}}, None),
+    (None, {"config": {"text_config": {"expert_dtype": "fp4"}}}, "mxfp4_w4a16"),
+    ({**BLOCKS, "expert_dtype": "fp4"}, {}, "mxfp4_w4a16"),
+    ({**BLOCKS, "modules_to_not_convert": ["mlp.experts"]}, {}, None),
+    ({**BLOCKS, "modules_to_not_convert": ["model.layers.0.mlp.gate", "gate"]}, {},
+     "fp8_block128"),
+    ({**BLOCKS, "modules_to_not_convert": ["model.layers.0", "model.layers.1.mlp"]}, {},
+     "fp8_block128"),
+    ({**BLOCKS, "ignored_layers": [f"model.layers.{i}" for i in range(4)]}, {}, None),
+    ({**BLOCKS, "modules_to_not_convert": ["model.layers.2.mlp.experts", "layers.3.mlp.experts"]},
+     {"config": {"first_k_dense_replace": 2}}, None),
+    (modelopt(input_activations=None), {}, "nvfp4_w4a16"),
+    (modelopt(input_activations={**FLOAT4, "group_size": 16}), {"hf_quant_config": NVFP4}, "nvfp4"),
+    (modelopt(input_activations=None), {"hf_quant_config": NVFP4}, "nvfp4_w4a16"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"hf_quant_config": {"quantization": {
+      "quant_algo": "W4A16_NVFP4"}}}, "nvfp4_w4a16"),
+    (None, {"hf_quant_config": {"quantization": {"quant_algo": None}}}, None),
+    (None, {"hf_quant_config": {"quantization": {"quant_algo": "W4A8_AWQ", "group_size": 128,
+     "exclude_modules": ["*.self_attn*", "*router*"]}}}, "int4_w4a8_g128"),
+    (None, {"hf_quant_config": {"quantization": {"quant_algo": "FP8",
+     "exclude_modules": ["*.experts.*"]}}}, None),
+    (groups((["re:.*self_attn.*"], *ROWS), (["re:.*mlp.experts.*"], INT4_ROWS, None)), {},
+     "int4_w4a16_g128"),
+    (groups((["Linear"], *ROWS), (["re:.*mlp.experts.*"], INT4_ROWS, None)), {},
+     "int4_w4a16_g128"),
+    (groups((["re:.*self_attn.*"], *ROWS)), {}, None),
+    (groups((["Linear"], *ROWS), ignore=["lm_head", "re:.*mlp.experts.*"]), {}, None),
+    (groups((["Linear"], *ROWS), ignore=["re:.*block_sparse_moe.experts.*"]), {}, None),
+    (groups((["Linear"], *ROWS), ignore=["lm_head", "re:.*mlp.gate$", "experts"]), {},
+     "fp8_channel"),
+    (groups((["Linear"], *ROWS), ignore=experts_of(0, 1, 2, 3)), {}, None),
+    (groups((["Linear"], *ROWS), ignore=experts_of(0, 3)), {}, "fp8_channel"),
+    (groups((["Linear"], *ROWS), ignore=experts_of(1, 3)),
+     {"config": {"mlp_only_layers": [0, 2]}}, None),
+    (groups((["Linear"], *ROWS), ignore=experts_of(1, 3)), {"config": {"decoder_sparse_step": 2}},
+     None),
+    (groups((["Linear"], *ROWS), ignore=experts_of(0, 1, 2, 3, block="feed_forward")), {}, None),
+    (groups((["Linear"], {**FLOAT8, "strategy": "group", "group_size": 32},
+             {**FLOAT8, "strategy": "group", "group_size": 32})), {}, "mxfp8"),
+    (groups((["Linear"], {**INT8, "strategy": "group", "group_size": 64}, None)), {},
+     "int8_w8a16_g64"),
+    (groups((["Linear"], {**FLOAT8, "strategy": "tensor"}, None)), {}, "|fp8:*x*:float32"),
+    ({**AUTO, "packing_format": "auto_round:auto_gptq"}, {}, "int4_w4a16_g32"),
+    ({**AUTO, "sym": False, "packing_format": "auto_round:awq"}, {}, "int4_w4a16_g32_zp"),
+    ({**AUTO, "data_type": "mx_fp", "act_bits": 4}, {}, "mxfp4"),
+    ({**AUTO, "extra_config": {r".*\.experts\..*": {"bits": 8}}}, {}, "int8_w8a16_g32"),
+    ({**AUTO, "extra_config": {r"mlp\.experts\.\d+": {"bits": 8}}}, {}, "int8_w8a16_g32"),
+    (groups((["Linear"], *ROWS), ignore=["re:.*layers.0.mlp.experts.*"]),
+     {"config": {"num_hidden_layers": None}}, "fp8_channel"),
+    (groups((["Linear"], *ROWS), ignore=[r"re:backbone\.layers\.\d+\.mixer\..*"]), {}, None),
+    (groups((["Linear"], *ROWS), ignore=[f"backbone.layers.{i}.mixer.experts.{e}.{name}_proj"
+     for i in (1, 3) for e in range(128) for name in ("up", "down")]),
+     {"config": {"hybrid_override_pattern": "MEME"}}, None),
+    ({**AUTO, "extra_config": {f"model.layers.{i}.mlp.experts": {"bits": 16} for i in range(4)}},
+     {}, None),
+    ({"quant_method": "quark", "global_quant_config": {"input_tensors": None, "weight": {
+      "dtype": "fp4", "qscheme": "per_group", "group_size": 32}}}, {}, "mxfp4_w4a16"),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}, {},
+     "mxfp4_w4a16"),
+    ({"quant_method": "gptq", **GPTQ, "dynamic": {r"-:.*\.mlp\.experts\..*": {}}}, {}, None),
+    ({"quant_method": "moe_ops"}, {"config": {"moe_ops": {"x": {
+      "scheme": "mxfp6_e2m3", "checkpoint": "model.layers.1.mlp.experts"}}}}, "mxfp6_e2m3"),
+]  # fmt: skip
+
+
+def test_facts_of_the_experts(tmp_path):
+    """The scheme of the experts, whatever else is quantized, and whichever file says it."""
+    wrong = []
+    for said, files, scheme in FACTS:
+        files = dict(files)
+        config = {**LAYERS, **files.pop("config", {})}
+        config |= {} if said is None else {"quantization_config": said}
+        found = read(tmp_path, config, **files).scheme
+        if found != scheme:
+            wrong.append((said, files, found, scheme))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+REFUSED = [
+    # What is said of the experts and not understood, and words of the error.
+    (BLOCKS, {"config": {"expert_dtype": "fp3"}}, "an expert_dtype that is known"),
+    (None, {"config": {"expert_dtype": "fp8"}}, "an expert_dtype that is known"),
+    (BLOCKS, {"hf_quant_config": NVFP4}, "must say the same"),
+    (None, {"hf_quant_config": {"quantization": {"quant_algo": "NEW"}}}, "hf_quant_config.json"),
+    (None, {"quantize_config": {"bits": 3, "group_size": 128}}, "bits that are 4 or 8"),
+    ({**BLOCKS, "modules_to_not_convert": ["experts.0.up_proj", "experts.127.up_proj"]}, {},
+     "the same for all projections"),
+    ({**BLOCKS, "modules_to_not_convert": ["experts.0"]}, {}, "the same for all projections"),
+    (groups((["Linear"], {**FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+             {**FLOAT8, "strategy": "group", "group_size": 64})), {}, "must have 64 columns"),
+    (groups((["Linear"], *ROWS), ignore=["re:.*down_proj"]), {}, "the same for all projections"),
+    (groups((["Qwen3MoeExperts"], *ROWS)), {}, "targets that are known"),
+    (groups((["re:.*layers.1.*"], INT4_ROWS, None), (["Linear"], *ROWS)), {}, "one scheme"),
+    (groups((["re:("], *ROWS)), {}, "regular expressions"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, {}, "gemm"),
+    ({**AUTO, "data_type": "fp8"}, {}, "data_type"),
+    ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "new"}}}, {}, "dtype"),
+]  # fmt: skip
+
+
+def test_what_is_said_of_experts_and_not_understood(tmp_path):
+    for said, files, words in REFUSED:
+        files = dict(files)
+        config = {**LAYERS, **files.pop("config", {})}
+        config |= {} if said is None else {"quantization_config": said}
+        with pytest.raises(ValueError, match=words) as error:
+            read(tmp_path, config, **files)
+        assert "use --sizes E,k,H,I with --scheme NAME" in str(error.value)
+
+
+def test_files_of_tools_count_beside_config_json_alone(tmp_path):
+    read(tmp_path, QWEN3, hf_quant_config=NVFP4)
+    folder = tmp_path / "a-model"
+    assert read_config(folder / "config.json").scheme == "nvfp4"
+    (folder / "other.json").write_text(json.dumps(QWEN3))
+    assert read_config(folder / "other.json").scheme is None
+    (folder / "hf_quant_config.json").write_text("{")
+    with pytest.raises(ValueError, match="hf_quant_config.json must be"):
+        read_config(folder)
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,28 @@ def test_a_plain_folder_is_not_read():
         integration.from_pretrained(MODEL)
 
 
+def test_arguments_are_kept_or_refused(tmp_path):
+    """What transformers takes and a saved model cannot have; a caller's configuration is copied."""
+    model, folder = quantized(tiny_qwen3("cpu"), "fp8_channel"), tmp_path / "inside"
+    model.save_pretrained(folder)
+    refused = {"experts_implementation": ("grouped_mm", {"": "moe_ops"}, ""), "variant": ["fp16"],
+               "quantization_config": [{"load_in_8bit": True}], "gguf_file": ["model.gguf"],
+               "state_dict": [{}], "key_mapping": [{}], "tp_plan": ["auto"]}  # fmt: skip
+    for name, values in refused.items():
+        error = NotImplementedError if name.startswith("tp") else ValueError
+        for value in values:
+            with pytest.raises(error, match=f"^{name} must be .*, got "):
+                integration.from_pretrained(folder, **{name: value})
+    config = transformers.AutoConfig.from_pretrained(folder)
+    before, how = config.to_dict(), {"dtype": torch.float32, "quantization_config": None}
+    named, none = {"experts_implementation": "moe_ops"}, {"experts_implementation": None}
+    inside = none | {"subfolder": "inside"}
+    for where, more in ((folder, named | {"config": config}), (tmp_path, inside)):
+        read = integration.from_pretrained(where, **how, **more)
+        assert same(read, model) and read.config._experts_implementation == "moe_ops"
+    assert config.to_dict() == before
+
+
 def test_a_broken_folder_is_not_read(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     quantized(tiny_qwen3("cpu"), "fp8_channel").save_pretrained(tmp_path)

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 transformers = pytest.importorskip("transformers")
 
 import tiny_transformers as tiny  # noqa: E402
+from tiny_transformers import llama4_blocks, tiny_llama4  # noqa: E402
 from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7  # noqa: E402
 
 import moe_ops.integrations.transformers as integration  # noqa: E402
@@ -105,24 +106,6 @@ def list_of_mlps():
     return model
 
 
-def llama4(**changes):
-    sizes = {
-        **SMALL, "head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "interleave_moe_layer_step": 1,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    model = of("Llama4ForCausalLM", "Llama4TextConfig", **sizes | changes)
-    g = torch.Generator().manual_seed(1)
-    for block in blocks(model):
-        for weight in block.experts.parameters():
-            weight.data.normal_(std=2 / weight.shape[1] ** 0.5, generator=g)
-    return model
-
-
-def blocks(model):
-    return [m for m in model.modules() if type(m).__name__ == _llama4.BLOCK]
-
-
 @pytest.mark.parametrize(
     ("make", "class_name", "count"),
     [
@@ -130,7 +113,7 @@ def blocks(model):
         (doge, "DogeCDMoE", 2),
         (jetmoe, "JetMoeParallelExperts", 8),
         (list_of_mlps, "ModuleList", 1),
-        (llama4, "Llama4TextExperts", 2),
+        (tiny_llama4, "Llama4TextExperts", 2),
         (longcat, "LongcatFlashExperts", 1),
         (nllb, "NllbMoeExperts", 2),
         (step3p7, "Step3p7Experts", 2),
@@ -187,7 +170,7 @@ def test_dispatched_modules_say_what_keeps_them():
 @torch.no_grad()
 def test_llama4_equals_its_own_code(monkeypatch):
     """Four times its own error against float64, with one call of ours a layer."""
-    model, calls = llama4(), []
+    model, calls = tiny_llama4(), []
     ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
     eager = model(ids).logits
     oracle = copy.deepcopy(model).double()(ids).logits
@@ -210,7 +193,7 @@ def test_llama4_equals_its_own_code(monkeypatch):
 
     monkeypatch.setattr(_llama4, "fused_experts", lambda x, *_, **__: torch.zeros_like(x))
     assert (model(ids).logits - oracle).abs().max() > 100 * budget
-    for block in blocks(model):
+    for block in llama4_blocks(model):
         del block.forward
     assert torch.equal(model(ids).logits, eager)
     assert len(integration.check(model)) == 2
@@ -219,8 +202,8 @@ def test_llama4_equals_its_own_code(monkeypatch):
 @torch.no_grad()
 def test_llama4_scores_that_vanish():
     """A chosen expert whose score rounds to 0 ties with those not chosen; neither adds anything."""
-    model = llama4()
-    block = blocks(model)[0]
+    model = tiny_llama4()
+    block = llama4_blocks(model)[0]
     block.router.weight.data.fill_(-100.0)
     x = torch.rand(5, 32) + 1
     expected = block(x)
@@ -230,8 +213,8 @@ def test_llama4_scores_that_vanish():
 
 @torch.no_grad()
 def test_llama4_bfloat16_is_no_further_from_float64():
-    model = llama4()
-    block = copy.deepcopy(blocks(model)[0]).bfloat16()
+    model = tiny_llama4()
+    block = copy.deepcopy(llama4_blocks(model)[0]).bfloat16()
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
     oracle = copy.deepcopy(block).double()(x.double())[0]
     theirs = (block(x)[0] - oracle).norm()
@@ -241,7 +224,7 @@ def test_llama4_bfloat16_is_no_further_from_float64():
 
 @torch.no_grad()
 def test_llama4_block_compiles_whole():
-    block = blocks(llama4())[0]
+    block = llama4_blocks(tiny_llama4())[0]
     expected = {tokens: block(torch.ones(tokens, 32)) for tokens in (7, 5, 64)}
     integration.adapt(block)
     backend = CompileCounterWithBackend("aot_eager")
@@ -253,11 +236,11 @@ def test_llama4_block_compiles_whole():
 
 
 def test_llama4_is_left_alone_when_it_cannot_be_adapted():
-    model = llama4(hidden_act="mish")
+    model = tiny_llama4(hidden_act="mish")
     with pytest.raises(NotImplementedError, match="model.layers.0.feed_forward.*got Mish"):
         integration.adapt(model)
-    model = llama4()
-    blocks(model)[0].forward = lambda x: x
+    model = tiny_llama4()
+    llama4_blocks(model)[0].forward = lambda x: x
     with pytest.raises(ValueError, match="model.layers.0.feed_forward must not have a forward"):
         integration.adapt(model)
 
@@ -268,7 +251,7 @@ def test_a_class_that_only_has_the_name():
 
 
 def test_a_copy_of_an_adapted_model_runs_its_own_weights():
-    block = blocks(llama4())[0]
+    block = llama4_blocks(tiny_llama4())[0]
     integration.adapt(block)
     twin = copy.deepcopy(block)
     with torch.no_grad():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,6 +41,18 @@ def gradients(model, implementation, given):
     weights = torch.linspace(-1, 1, scores.numel(), device=scores.device).view_as(scores)
     (scores * weights).sum().backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_operations_equal_eager(device):
+    """PyTorch counts the products that eager experts compute one by one, forward and backward."""
+    for name, make in MODELS.items():
+        model, given = make(device)
+        counts = []
+        for implementation in ("moe_ops", "eager"):
+            with FlopCounterMode(display=False) as counter:
+                gradients(model, implementation, given)
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] > 0, name
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -122,6 +122,48 @@ def test_state_dicts_load_onto_any_placement(scheme):
     assert same_numbers(plain, 3)
 
 
+def test_weights_with_replicas_are_not_trained():
+    """Each replica would get the gradients of its own tokens. Frozen, the layer passes them on."""
+    layer, _ = balanced()
+    moe_ops.load_checkpoint(layer, source_of(), progress=False)
+    x, logits = torch.randn(T, H, requires_grad=True), torch.randn(T, E)
+    layer.requires_grad_()
+    with torch.no_grad():
+        expected = layer(x, logits)
+    out = layer(x, logits)
+    assert torch.equal(out, expected)
+    with pytest.raises(NotImplementedError, match="num_redundant_experts must be 0 to .* got 4"):
+        out.sum().backward()
+    assert layer.w13_weight.grad is None and x.grad is None
+    layer.requires_grad_(False)(x, logits).sum().backward()
+    assert x.grad is not None
+
+
+def test_weights_that_were_trained_do_not_move():
+    """An optimizer's state would stay; it may move with the weights."""
+    layer, state = layer_of(enable_eplb=True), EplbState.make(1, E, 0, 2)
+    layer.set_eplb_state(0, *state[1:])
+    moe_ops.load_checkpoint(layer, source_of(), progress=False)
+    layer.requires_grad_()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+    x, logits = torch.randn(T, H), torch.randn(T, E) + torch.tensor([0, 9, 0, 0, 0, 0, 9, 9])
+    layer(x, logits)  # requires_grad alone is no sign of training
+    state.rebalance_([layer.expert_tensors()], 1, 1, 2)
+    layer(x, logits).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [x.clone() for x in (*state, *layer.expert_tensors())]
+    with pytest.raises(NotImplementedError, match="the optimizer's state .* would stay behind"):
+        state.rebalance_([layer.expert_tensors()], 1, 1, 2)
+    assert all(map(torch.equal, before, (*state, *layer.expert_tensors())))
+    expected = layer(x, logits)
+    weights = layer.expert_tensors()
+    moments = [optimizer.state[weight]["momentum_buffer"] for weight in weights]
+    state.expert_load.copy_(torch.tensor([[9, 9, 1, 1, 9, 1, 1, 1]]))
+    state.rebalance_([[*(weight.data for weight in weights), *moments]], 1, 1, 2)
+    torch.testing.assert_close(layer(x, logits), expected)
+
+
 def test_state_dicts_that_lack_an_expert():
     """Ranks save their own rows; after a rebalance another rank may need them."""
     first, second = (

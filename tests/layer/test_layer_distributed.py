@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import Experts, per_expert
 from ranks import BACKENDS, spawn
+from torch._dynamo.testing import CompileCounter
 
 import moe_ops
 
@@ -46,6 +47,23 @@ def check_rank(rank, device):
             check_compiled(layer, x[rows], logits[rows], expected[rows], lowered=lowered)
             if device.type == "cuda":
                 check_captured(layer, x[rows], logits[rows], expected[rows])
+
+
+def check_compares_once(rank, device):
+    """A compiled call compares no layers, and an eager call between two does not compile again."""
+    torch._dynamo.reset()
+    g = torch.Generator().manual_seed(2)
+    x, logits = (torch.randn(T, n, generator=g).to(device) for n in (H, E))
+    layer, counter = (
+        layer_of(device, ep_size=2, ep_rank=rank, reduce_results=True),
+        CompileCounter(),
+    )
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    expected = layer_of(device)(x, logits)
+    for call, agree in ((compiled, False), (layer, True), (compiled, True)):
+        torch.testing.assert_close(call(x, logits), expected)
+        assert layer.ranks_agree == agree
+    assert counter.frame_count == 1
 
 
 def check_unequal_parts(rank, device):
@@ -154,6 +172,7 @@ def check_two(rank, ranks, backend):
         torch.cuda.set_device(device)
     check_rank(rank, device)
     check_derived_ranks(rank, device)
+    check_compares_once(rank, device)
     check_unequal_parts(rank, device)
     check_balanced(rank, device)
     check_exchanges(rank, device)

@@ -87,9 +87,23 @@ def check_refused(rank, ranks):
         out.sum().backward()
 
 
+def check_second(rank, ranks):
+    """Gradients of a sum have no derivative, whatever way they have travelled."""
+    for way, spread, tokens in ways(rank, ranks):
+        x, logits = (x[tokens].clone().requires_grad_() for x in batch()[:2])
+        layer = layer_of({}, **spread)
+        given = (x, logits, *layer.parameters())
+        found = torch.autograd.grad(layer(x, logits).sum(), given, create_graph=True)
+        for grad in found:
+            with pytest.raises(NotImplementedError, match="second derivatives of .* are not"):
+                torch.autograd.grad(grad.sum(), given, allow_unused=True, retain_graph=True)
+            assert grad.requires_grad, way
+
+
 def check_two(rank, ranks):
     check(rank, ranks)
     check_compiled(rank, ranks)
+    check_second(rank, ranks)
     check_refused(rank, ranks)
 
 

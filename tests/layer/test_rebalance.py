@@ -222,6 +222,19 @@ def test_balancing_is_worth_it(exponent):
     assert imbalance(spread.after) < 1.15 < imbalance(plain.before)
 
 
+def test_loads_that_have_wrapped_are_refused():
+    """Replicas of one expert may hide it: their sum is positive again. Loads add up in int64."""
+    state, weights = EplbState.make(1, 4, 4, 2), [[torch.arange(8.0)[:, None]]]
+    state.expert_load.fill_(2**31 - 1)
+    assert state.logical_load().tolist() == [[2 * (2**31 - 1)] * 4]
+    state.expert_load[0, 0] = -5
+    before = [x.clone() for x in (*state, weights[0][0])]
+    for call in (state.logical_load, lambda: state.rebalance_(weights, 1, 1, 2)):
+        with pytest.raises(ValueError, match="expert_load must not be negative .* got 1 negative"):
+            call()
+    assert all(map(torch.equal, before, (*state, weights[0][0])))
+
+
 def test_rebalancing_a_wrong_number_of_layers():
     with pytest.raises(ValueError, match=r"len\(weights\) must be the number of layers = 2, got 1"):
         EplbState.make(2, 4, 0).rebalance_([[]], 1, 1, 1)

@@ -218,6 +218,17 @@ def check_errors(rank, ranks):
     refused(ValueError, *["num_gpus must be the number of ranks"] * 2, [[weight]], 1, 1, ranks + 1)
     refused(ValueError, *["must be a multiple of num_groups = 5"] * 2, [[weight]], 5, 1, ranks)
     refused(ValueError, *["must be at least 1"] * 2, [[weight]], *good, rows_in_flight=0)
+    trained = torch.nn.Parameter(weight.clone())
+    moe_ops.parallel.trained.watch([trained])
+    if rank == last:
+        trained.sum().backward()
+        trained.grad = None
+    rule = "weights.0..0. must not be trained while its rows move"
+    refused(NotImplementedError, rule, rule, [[trained]], *good)
+    for load in (state.expert_load, before[1]):
+        load[0, 2] = -3 if rank == last else 2**31 - 1
+    rule = "expert_load must not be negative on any rank, got 1 negative numbers"
+    refused(ValueError, *[rule] * 2, [[weight]], *good)
     with pytest.raises(ValueError, match=f"ep_size must be the number of ranks of .* = {ranks}"):
         EplbState.make(1, EXPERTS, REDUNDANT, ranks + 1, group=dist.group.WORLD)
     state.physical_to_logical_map[0, 0] += rank == last

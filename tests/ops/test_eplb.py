@@ -131,6 +131,19 @@ def test_places_and_counts_that_only_look_valid_in_32_bits(device):
 
 
 @pytest.mark.kernel
+def test_a_count_ends_at_the_largest_number(device):
+    """It neither wraps nor takes its neighbours along; int64 goes on."""
+    ids = torch.tensor([[0, 1]] * 600, device=device)
+    places, counts = (torch.tensor(x, device=device) for x in ([[2], [0], [1]], [1, 1, 1]))
+    for dtype, end in ((I32, 2**31 - 1), (I64, 2**31 + 595)):
+        load = torch.tensor([3, 7, 2**31 - 5], dtype=dtype, device=device)
+        for calls in (1, 2):
+            eplb_map_to_physical_and_record(ids, load, places, counts)
+            last = end + 600 * (calls - 1) * (dtype == I64)
+            assert load.tolist() == [3 + 600 * calls, 7, last]
+
+
+@pytest.mark.kernel
 def test_strided_arguments(device):
     """One layer's column of a load, and transposed ids and maps."""
     load = torch.zeros(4, 3, dtype=I32, device=device)

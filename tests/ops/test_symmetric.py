@@ -319,13 +319,14 @@ def test_experts_that_only_another_rank_knows(device):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_does_not_answer(ranks, device):
-    """It is noted on the device and on the host, and nobody waits again."""
+    """It is noted on the device and on the host, nobody waits again, and results are NaN."""
     windows = allocate_here(WindowLayout(ranks, 4, 32, 1, 4), torch.device(device), 0.002)[0]
     x, ids = torch.ones(1, 32, device=device), torch.zeros(1, 1, dtype=I32, device=device)
     where = (windows.peers, windows.state)
     for _ in range(2):
         ops.symmetric_send(x, None, ids.float(), ids, None, *where, 1, 1, False, "")
-    ops.symmetric_return(x.repeat(ranks, 1), None, *where, 1)
+    out = ops.symmetric_return(x.repeat(ranks, 1), None, *where, 1)
+    assert out.shape == (1, 32) and out.isnan().all()
     assert int(windows.state[FAILED]) == ranks
     assert int(windows.answer[0]) == ranks  # rank ``ranks - 1``
 

@@ -1,5 +1,7 @@
 """Losses of routers and the update of the bias."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -46,6 +48,35 @@ def test_z_loss(logits, device):
     a, b = (torch.autograd.grad(loss, logits)[0] for loss in (ours, expected))
     torch.testing.assert_close(a, b)
     assert not a[padding].any()
+
+
+def test_padding_is_left_out_whatever_it_holds(device):
+    """Values and gradients have the bits of zeros in its rows; its own gradient is zero."""
+    g = torch.Generator().manual_seed(1)
+    some, every = torch.arange(T) % 3 == 0, torch.ones(T, dtype=torch.bool)
+    ids = torch.randint(0, E, (T, K), generator=g).to(device)
+    for dtype, padding in product((torch.float32, torch.bfloat16, torch.float16), (some, every)):
+        padding = padding.to(device)
+        clean = torch.randn(T, E, generator=g).to(device, dtype).masked_fill(padding[:, None], 0)
+        for loss in (lambda z, p: load_balance_loss(z, ids, is_padding=p), z_loss):
+            expected = loss_and_gradient(loss, clean, padding)
+            assert not expected[1][padding].any()
+            for bad in (torch.nan, torch.inf, -torch.inf):
+                for columns in (slice(None), slice(1)):
+                    logits = clean.clone()
+                    logits[padding, columns] = bad
+                    found = loss_and_gradient(loss, logits, padding)
+                    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def z_loss(logits, padding):
+    return router_z_loss(logits, is_padding=padding)
+
+
+def loss_and_gradient(loss, logits, padding):
+    leaf = logits.clone().requires_grad_()
+    value = loss(leaf, padding)
+    return value, torch.autograd.grad(value.double(), leaf)[0]
 
 
 def test_no_tokens(device):

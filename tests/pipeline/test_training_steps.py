@@ -1,11 +1,17 @@
 """What trainers do with a model: checkpoints, accumulation, autocast, compiled steps."""
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from training_models import KINDS, batch_of, gradients, model_of
+
+import moe_ops
 
 
 def run(model, ids):
@@ -17,7 +23,7 @@ def run(model, ids):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", [*KINDS, "qlora"])
+@pytest.mark.parametrize("kind", [*KINDS, "qlora", "frozen", "llama4"])
 def test_checkpoints_are_bitwise(kind, reentrant, dtype, device):
     """Reentrant ones run the forward pass without grad mode first."""
     model, ids = model_of(kind, dtype).to(device), batch_of(2).to(device)
@@ -48,20 +54,70 @@ def test_experts_in_both_passes_of_a_checkpoint(kind, device):
     assert [name for name, _, out in seen if not torch.equal(out, plain[name])] == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_functions_in_checkpoints_are_bitwise(dtype, device):
+    """Without a module too, and in checkpoints of others, whose autograd Function has any name."""
+    g = torch.Generator().manual_seed(0)
+    shapes = (9, 32), (8, 48, 32), (8, 32, 24), (9, 8)
+    given = [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
+
+    def route_and_run(x, w1, w2, logits):
+        weights, ids = moe_ops.fused_topk(x, logits, 2, True)
+        return moe_ops.fused_experts(x, w1, w2, weights, ids)
+
+    def routed(*call):
+        return moe_ops.fused_moe(*call, 2)
+
+    for run in (routed, route_and_run):
+        expected = run(*given)
+        for again in (partial(checkpoint, run, use_reentrant=True), partial(Recomputed.apply, run)):
+            assert torch.equal(again(*given), expected)
+            with torch.no_grad():
+                assert torch.equal(again(*given), run(*given))
+
+
+class Recomputed(torch.autograd.Function):
+    """As DeepSpeed's, Megatron's and Unsloth's checkpoints are made."""
+
+    @staticmethod
+    def forward(context, run, *given):
+        with torch.no_grad():
+            return run(*given)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the library's operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "moe_ops":
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "llama4"])
 def test_without_grad_mode(kind, device):
-    """In training mode the loss has the bits of a step; evaluation may round less."""
+    """In training mode too, the operators and bits are those of a frozen model."""
     model, ids = model_of(kind, torch.bfloat16).to(device), batch_of(2).to(device)
-    loss, recorded = model(ids).detach(), []
-    for module in model.modules():
-        if type(module).__name__.endswith(("FusedMoE", "Experts")):
-            module.register_forward_hook(lambda *call: recorded.append(call[2].requires_grad))
-    with torch.no_grad():
-        assert torch.equal(model(ids), loss)
-        assert recorded == [False, False]
-        torch.testing.assert_close(model.eval()(ids), loss, rtol=0.02, atol=0)
-    with torch.inference_mode():
-        assert model.train()(ids).isfinite()
+    calls = {}
+
+    def call(name, mode=nullcontext):
+        with mode(), Operators() as seen:
+            calls[name] = model(ids).detach()
+        return seen.names
+
+    steps = call("recorded")
+    names = call("no_grad", torch.no_grad)
+    assert call("inference", torch.inference_mode) == names
+    model.requires_grad_(False)
+    assert call("frozen") == names and len(names) < len(steps)
+    assert torch.equal(calls["no_grad"], calls["frozen"])
+    assert torch.equal(calls["inference"], calls["frozen"])
+    assert not torch.equal(calls["recorded"], calls["frozen"])
+    torch.testing.assert_close(calls["recorded"], calls["frozen"], rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

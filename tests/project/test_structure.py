@@ -129,7 +129,7 @@ LAYERS = {
     "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6, "moe_ops.demo": 6,
     "moe_ops.pipeline": 4, "moe_ops.functional": 3,
     "moe_ops.routing": 3, "moe_ops.parallel": 3, "moe_ops.ops": 2,
-    "moe_ops.gradients": 1, "moe_ops.kernels": 1, "moe_ops.reference": 1,
+    "moe_ops.gradients": 1, "moe_ops.flops": 1, "moe_ops.kernels": 1, "moe_ops.reference": 1,
     "moe_ops.fake_impls": 1, "moe_ops.support": 1, "moe_ops.loading": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.dispatch": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0,
@@ -354,6 +354,18 @@ def test_import_is_light(tmp_path):
     for run in runs:
         assert run.returncode == 0 and not run.stderr, run.stderr
     assert min(float(run.stdout) for run in runs[1:]) < 1 / 16
+
+
+def test_backward_passes_are_differentiable_once():
+    """Each is decorated with `moe_ops.gradients.once`, so that a second derivative raises."""
+    for path in library():
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ClassDef) or node.name == "_One":
+                continue
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "backward":
+                    decorators = [ast.unparse(d).split("(")[0] for d in method.decorator_list]
+                    assert decorators == ["staticmethod", "once"], (name_of(path), node.name)
 
 
 ENGINES = {"vllm": "moe_ops/integrations/vllm/", "sglang": "moe_ops/integrations/sglang/"}

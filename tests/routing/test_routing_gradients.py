@@ -1,6 +1,7 @@
 """Gradients of routers that look experts up or compare them, and of adjustments to a routing."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from strategies import DTYPES
 
 import moe_ops
 from moe_ops.reference.routing import topk_backward
-from moe_ops.routing import SCORING_FUNCS, adjust_routing, hash_topk, sparsemixer, zero_experts
+from moe_ops.routing import (
+    SCORING_FUNCS,
+    adjust_routing,
+    gemma4_routing,
+    hash_topk,
+    select_experts,
+    sparsemixer,
+    zero_experts,
+)
 from moe_ops.testing import assert_matches_reference
 
 T, E, K, H = 9, 6, 3, 8
@@ -209,3 +218,39 @@ def test_identity_experts_of_a_sum_over_ranks():
     out = layer(x, random(T, E + 2, seed=1))
     with pytest.raises(NotImplementedError, match="zero_expert_num must be 0"):
         out.sum().backward()
+
+
+def weighed_by_states(x, logits, k, renormalize):
+    weights, ids = (logits * x[:, :E]).float().softmax(-1).topk(k)
+    return weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
+
+
+ROUTERS = {
+    "fused_topk": {},
+    "sigmoid": {"scoring_func": "sigmoid"},
+    "grouped_topk": {"use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1},
+    "hash_topk": {"hash_indices_table": torch.arange(2 * T).view(T, 2) % E,
+                  "input_ids": torch.arange(T)},
+    "shared experts": {"num_fused_shared_experts": 1},
+    "a function in PyTorch": {"custom_routing_function": weighed_by_states},
+    "gemma4": {"custom_routing_function": partial(gemma4_routing, per_expert_scale=torch.ones(E))},
+    "sparsemixer": {"custom_routing_function": sparsemixer, "renormalize": False},
+}  # fmt: skip
+
+
+def test_padding_has_no_gradient_whatever_it_holds(device):
+    """Of every router, and of tokens that a function reads: no NaN, and zeros in its rows."""
+    padding = torch.arange(T, device=device) % 3 == 0
+    for (name, options), bad in product(ROUTERS.items(), (torch.nan, torch.inf, -torch.inf)):
+        options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
+        results = []
+        for value in (0.0, bad):
+            x, logits = random(T, H).to(device), random(T, E, seed=1).to(device)
+            x[padding], logits[padding, :4] = value, value
+            given = [x.requires_grad_(), logits.requires_grad_()]
+            how = {"use_grouped_topk": False, "renormalize": True, **options}
+            weights = select_experts(*given, 2, is_padding=padding, **how).topk_weights
+            grads = torch.autograd.grad(weights.square().sum(), given, allow_unused=True)
+            results.append([weights, *(g for g in grads if g is not None)])
+            assert not any(r[padding].any() for r in results[-1]), name
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (name, bad)

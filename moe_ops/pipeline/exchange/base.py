@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.gradients import wanted
+from moe_ops.gradients import refuse, wanted
 from moe_ops.pipeline.exchange.gradients import Sent, SentBack
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
@@ -312,9 +312,13 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             apply_router_weight_on_input,
             weight_and_reduce_impl,
         )
-        if not wanted(sums):
+        inputs = wanted(sums)
+        if not inputs:
             return self.send_back(sums, topk_ids)
         receive = self.send_back(sums.detach(), topk_ids)
+        if not self.has_gradients():
+            reason = f"prepare_finalize must have gradients, got {type(self).__name__}"
+            return lambda: refuse(receive(), inputs, "FusedMoEKernel.apply", reason)
         return lambda: SentBack.apply(self, sums, receive(), topk_ids)
 
     def check_room(self, a1: Tensor) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from moe_ops.gradients import once
 from moe_ops.pipeline.exchange.groups import RankGroup
 
 
@@ -36,8 +36,8 @@ class Sent(Function):
         return rows.view_as(rows), weights.view_as(weights)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_rows: Tensor, of_weights: Tensor) -> Any:
+    @once("FusedMoE over ranks")
+    def backward(ctx: Any, _: tuple[Any, ...], of_rows: Tensor, of_weights: Tensor) -> Any:
         """Send gradients back to their tokens' ranks, and add them."""
 
         def back(grad: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class SentBack(Function):
         return result.view_as(result)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once("FusedMoE over ranks")
+    def backward(ctx: Any, _: tuple[Any, ...], grad: Tensor) -> Any:
         """Send the gradient to the ranks whose sums were added."""
         return None, ctx.exchange.send_again(grad.contiguous(), ctx.ids)(), None, None
 
@@ -79,8 +79,8 @@ class Copied(Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @once("FusedMoE over ranks")
+    def backward(ctx: Any, _: tuple[Any, ...], *grads: Tensor) -> Any:
         """Add the parts of the gradients that the ranks have."""
         asked = zip(grads, ctx.needs_input_grad[1:], strict=True)
         return None, *(ctx.group.all_reduce(grad) if wanted else None for grad, wanted in asked)
@@ -95,7 +95,7 @@ class Added(Function):
         return group.all_reduce(part)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once("FusedMoE over ranks")
+    def backward(ctx: Any, _: tuple[Any, ...], grad: Tensor) -> Any:
         """Pass the gradient on."""
         return None, grad

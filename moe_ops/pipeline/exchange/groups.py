@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.parallel.agreement import process_group
+from moe_ops.parallel.agreement import gather_texts, process_group
 
 
 class RankGroup(NamedTuple):
@@ -56,8 +56,10 @@ class RankGroup(NamedTuple):
         Raises:
             TypeError, ValueError: as `resolve`.
         """
-        if group is None or isinstance(group, cls):
-            return cls(parallel.layer_size, None if group is None else group.name)
+        if group is None:
+            return cls(parallel.layer_size)
+        if isinstance(group, cls):
+            return group
         if isinstance(group, DeviceMesh) and group.ndim > 1:
             if group.mesh_dim_names is None:
                 raise ValueError("tp_group must have mesh_dim_names as a DeviceMesh, got none")
@@ -70,16 +72,40 @@ class RankGroup(NamedTuple):
         Raises:
             ValueError: another number of ranks, or another rank of this process than the layer's.
         """
-        if not dist.is_initialized():
+        wanted, found = parallel.layer_size, self.size_and_rank()
+        if self.size != wanted:
+            raise ValueError(f"{name} must have {wanted} ranks, got {self.size}")
+        if found is None:
             return
-        ranks = process_group(self.name)
-        if ranks.size() != self.size:
-            raise ValueError(f"{name} must have {self.size} ranks, got {ranks.size()}")
-        if ranks.rank() != parallel.layer_rank:
+        size, rank = found
+        if size != wanted:
+            every = " (all processes)" if self.name is None else ""
+            raise ValueError(f"{name} must have {wanted} ranks, got {size}{every}")
+        if rank != parallel.layer_rank:
             raise ValueError(
                 f"{name} must have this process as rank {parallel.layer_rank}, replica by replica, "
-                f"got rank {ranks.rank()}"
+                f"got rank {rank}"
             )
+
+    def size_and_rank(self) -> tuple[int, int] | None:
+        """Return the group's number of ranks and this process's rank; None: no group exists yet."""
+        if not dist.is_initialized():
+            return None
+        ranks = self.process_group()
+        return ranks.size(), ranks.rank()
+
+    def gather_texts(self, text: str, device: torch.device) -> list[str]:
+        """Return the texts of all ranks, in the order of ranks; the host waits.
+
+        Args:
+            text: this rank's.
+            device: where texts travel: the CPU for gloo, this rank's GPU for NCCL.
+
+        Raises:
+            ValueError: ``torch.distributed`` is not initialized.
+        """
+        self._name()  # raises
+        return gather_texts(self.process_group(), device, text)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks into a fresh tensor."""

@@ -54,8 +54,9 @@ class SymmetricPrepareAndFinalize(TokenExchange):
     each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
     call with ``equal_num_tokens``.
 
-    **Failures.** A rank that waits longer than ``timeout`` gives up. Its results are garbage from
-    then on, and its next call, or `check`, raises. So a rank that died is an error on the others.
+    **Failures.** A rank that waits longer than ``timeout`` gives up. Its results are NaN from then
+    on, and `check` and all of its later calls raise. On a CPU the call itself raises. So a rank
+    that died is an error on the others.
 
     Args:
         group: see `TokenExchange`.
@@ -77,8 +78,9 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         TypeError, ValueError: as `TokenExchange`, sizes below 1, or a ``timeout`` that is not
             positive. In a call: tokens of another H, k or dtype; more tokens than
             ``max_num_tokens``.
-        RuntimeError: in a call: another rank did not answer in an earlier call; a compiled or
-            captured call before `connect`; more than ``in_flight`` calls in flight.
+        RuntimeError: in a call: another rank did not answer in an earlier call (on a CPU: or in
+            this one); a compiled or captured call before `connect`; more than ``in_flight`` calls
+            in flight.
         NotImplementedError: a compiled call with ``in_flight`` above 1.
 
     Source:
@@ -185,13 +187,18 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         if error > 0:
             raise RuntimeError(
                 f"rank {windows.rank} of {self.group.size} waited {self.timeout:g} s for rank "
-                f"{error - 1}, which did not answer; results since then are undefined"
+                f"{error - 1}, which did not answer; results since then are NaN"
             )
         raise RuntimeError(
             "hidden_states must have the same number of tokens on every rank with "
             f"equal_num_tokens, got another number on rank {-1 - error} than on rank "
-            f"{windows.rank}; results since then are undefined"
+            f"{windows.rank}; results since then are NaN"
         )
+
+    def _check_done(self, windows: Windows) -> None:
+        """Run `check` after an operator of the CPU, which has waited for the other ranks."""
+        if not torch.compiler.is_compiling() and not windows.own.is_cuda:
+            self.check()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the windows out: a copy allocates or shares its own."""
@@ -222,6 +229,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             on_input,
             key,
         )
+        self._check_done(windows)
         there = row_scale if shared is None else shared
         self._begin(windows, ids)
         return lambda: Arrived(rows, None if quant is None else there, weights, ids)
@@ -231,6 +239,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         windows = self._end(topk_ids)
         where = (windows.peers, windows.state)
         out = ops.symmetric_return(sums, self.expert_ranks, *where, topk_ids.shape[1])
+        self._check_done(windows)
         return lambda: out
 
     def _ready(self, a1: Tensor, topk_ids: Tensor) -> Windows:

@@ -160,6 +160,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
             apply_router_weight_on_input,
             key,
         )
+        self._check_done(windows)
         if after and quant is not None:
             rows, scale = ops.batched_quantize(rows, None, counts, quant.key)
         check_none_dropped(dropped, self.group.size * self.max_num_tokens)

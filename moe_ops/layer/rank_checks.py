@@ -1,0 +1,221 @@
+"""Checks of a layer over several ranks that need the other ranks, or what wraps the layer.
+
+Ranks whose layers differ would compute wrong numbers or abort. The ranks compare their layers once,
+in the first eager call that communicates, with a small collective on the host. Calls that are
+traced or captured compare nothing. A comparison cannot help ranks that do not meet: a rank that
+makes no call, a rank whose layer does not communicate, and ranks with the same group but with
+calls of different layers still wait until the timeout of the process group.
+
+Wrappers for data parallelism take parameters of the same name for the same values. Those of a layer
+over several ranks are different experts, or different parts of experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_ops.activation import kind_and_key
+from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.options import OF_THE_CONFIG, FusedMoEOptions
+from moe_ops.parallel.agreement import agree, gather_texts, process_group
+from moe_ops.pipeline.exchange.base import is_capturing
+from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.scheme import UNQUANTIZED, as_scheme
+
+OF_THIS_RANK = (
+    *OF_THE_CONFIG, "moe_parallel_config", "is_sequence_parallel", "tp_group", "device", "prefix",
+    "expert_mapping", "shared_experts", "activation", "scheme", "params_dtype",
+)  # fmt: skip
+"""Options that ranks of one layer may have different values of, or that `option_facts` replaces."""
+ROUTER_TENSORS = ("e_score_correction_bias", "hash_indices_table")
+"""Buffers whose numbers decide where tokens go."""
+OF_A_RANK = ("expert_map", "w13_input_order")
+"""Buffers that differ between ranks."""
+
+_IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+"""The layers that have been found right in each `DistributedDataParallel`."""
+
+
+def rank_group_of(layer: ExpertLayer, group: Any) -> RankGroup:
+    """Make the group of a layer, and check it if the layer communicates or a group is given.
+
+    Raises:
+        TypeError, ValueError: as `RankGroup.resolve`; a group that exists, of other ranks than
+            those of the layer.
+    """
+    found = RankGroup.of_layer(layer.moe_parallel_config, group)
+    sums = layer.is_spread and (layer.exchanges_tokens or layer.reduce_results)
+    if sums or group is not None:
+        found.check("tp_group", layer.moe_parallel_config)
+    return found
+
+
+def check_call(layer: ExpertLayer, tokens: Tensor) -> None:
+    """Check an eager call of a layer over several ranks; all but the first one cost nothing.
+
+    Raises:
+        ValueError: see `compare_ranks` and `check_replicas`.
+    """
+    if torch.compiler.is_compiling():
+        return
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None:
+        check_replicas(layer, wrapper)
+    if not layer.ranks_agree and (layer.exchanges_tokens or layer.reduce_results):
+        compare_ranks(layer, None if layer.exchanges_tokens else tokens.shape[0])
+
+
+def compare_ranks(layer: ExpertLayer, num_tokens: int | None = None) -> None:
+    """Compare the layers of all ranks, unless that was done, or the call is traced or captured.
+
+    Args:
+        layer: this rank's layer.
+        num_tokens: number of tokens of the call, if all ranks must have as many.
+
+    Raises:
+        ValueError: on all ranks: a group of another size, or an option that differs between ranks.
+    """
+    if torch.compiler.is_compiling() or layer.ranks_agree or is_capturing(layer.w13_weight):
+        return
+    if layer.w13_weight.is_meta or detect_fake_mode(layer.w13_weight) is not None:
+        return
+    group, device = layer.rank_group, layer.w13_weight.device
+    if group.size_and_rank() is None:
+        return  # no group: the call itself raises
+
+    def check() -> tuple[None, dict[str, str]]:
+        group.check("tp_group", layer.moe_parallel_config)
+        facts = facts_of(layer)
+        if num_tokens is not None:
+            facts["the number of tokens"] = str(num_tokens)
+        return None, facts
+
+    agree(lambda text: group.gather_texts(text, device), check)
+    layer.ranks_agree = True
+
+
+def option_facts(given: FusedMoEOptions) -> dict[str, str]:
+    """Return the options that must be the same on all ranks of a layer, as texts by name."""
+    names = [option.name for option in fields(given) if option.name not in OF_THIS_RANK]
+    facts = {name: _text_of(getattr(given, name)) for name in names}
+    facts["activation"] = kind_and_key(given.activation)[1]
+    facts["scheme"] = as_scheme(given.scheme or UNQUANTIZED).key
+    parallel = given.parallel_config()
+    for option in fields(parallel):
+        if not option.name.endswith("_rank"):
+            facts[option.name] = str(getattr(parallel, option.name))
+    return facts
+
+
+def _text_of(value: Any) -> str:
+    """Return equal texts for equal values of an option: 1 and 1.0 are equal."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:.17g}"
+    return str(value)
+
+
+def facts_of(layer: ExpertLayer) -> dict[str, str]:
+    """Return what must be the same on all ranks of a layer, as texts by name."""
+    sizes = ("num_experts", "top_k", "model_hidden_size", "intermediate_size")
+    names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+    facts = {name: str(getattr(layer, size)) for name, size in zip(names, sizes, strict=True)}
+    facts |= layer.option_facts
+    facts["params_dtype"] = str(layer.sizes.dtype)
+    if layer.exchanges_tokens and layer.kernel is not None:
+        part = layer.kernel.prepare_finalize
+        facts["the exchange of layer.kernel"] = type(part).__name__
+    if layer.enable_eplb:
+        held = repr(layer.held_placement().logical).encode()
+        facts["the digest of the experts' placement"] = hashlib.sha256(held).hexdigest()[:16]
+    for name in ROUTER_TENSORS:
+        x = layer._buffers[name]
+        if x is not None:
+            numbers = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            facts[f"the digest of {name}"] = hashlib.sha256(numbers).hexdigest()[:16]
+    return facts
+
+
+def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None:
+    """Check that `DistributedDataParallel` only wraps ranks that hold the same experts.
+
+    It cannot be told by a module inside of it what to leave alone, so the weights are overwritten
+    by the time of this error. The ranks of its group compare their places, once.
+
+    Raises:
+        ValueError: on all ranks: it synchronizes tensors that differ between its ranks.
+    """
+    seen = _IN_REPLICAS.setdefault(wrapper, WeakSet())
+    if layer in seen:
+        return
+    parallel, ignored = layer.moe_parallel_config, wrapper.parameters_to_ignore
+    own: set[int] = {id(x) for x in layer._parameters.values() if x is not None}
+    if wrapper.broadcast_buffers:
+        own |= {id(layer._buffers[name]) for name in OF_A_RANK}
+    named = chain(
+        wrapper.module.named_parameters(remove_duplicate=False),
+        wrapper.module.named_buffers(remove_duplicate=False),
+    )
+    names = [name for name, x in named if id(x) in own and name not in ignored]
+    said = {"rank": parallel.layer_rank, "names": names}
+    device = layer.w13_weight.device
+    heard = [
+        json.loads(text) for text in gather_texts(wrapper.process_group, device, json.dumps(said))
+    ]
+    ranks = [other["rank"] for other in heard]
+    names = next((other["names"] for other in heard if other["names"]), [])
+    if names and len(set(ranks)) > 1:
+        raise ValueError(
+            "DistributedDataParallel must have a process_group of replicas that hold the same "
+            f"experts, got ranks {ranks} of the {parallel.layer_size} that share this layer. It "
+            f"has overwritten {names} of all but the first of them: make the model again, call "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) "
+            "with these names (and those of other such layers) before DistributedDataParallel"
+            "(model), or give it a process_group of replicas"
+        )
+    seen.add(layer)
+
+
+def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:
+    """Check that a tensor that a wrapper gives the layer is not cut over the layer's own ranks.
+
+    `fully_shard` gives a `DTensor` over a mesh, and `FullyShardedDataParallel` a view of one flat
+    parameter.
+
+    Raises:
+        NotImplementedError: the ranks among which it is cut share the layer, so they hold
+            different experts; or these ranks cannot be known.
+    """
+    if layer.moe_parallel_config.layer_size == 1:
+        return
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is not None:
+        others = {*mesh.mesh.flatten().tolist()} - {dist.get_rank()}
+        ranks = dist.get_process_group_ranks(process_group(layer.rank_group.name))
+        if others & {*ranks}:
+            raise NotImplementedError(
+                f"{name} must not be sharded over ranks that share the layer {sorted(ranks)}, "
+                "which hold different experts, got a mesh of ranks "
+                f"{sorted({*mesh.mesh.flatten().tolist()})}: give fully_shard a mesh of replicas, "
+                "or leave the layer's parameters out (ignored_params)"
+            )
+    if getattr(x._base, "_is_flat_param", False):
+        raise NotImplementedError(
+            f"{name} must not be part of FullyShardedDataParallel in a layer over several ranks, "
+            "which hold different experts, got a view of a FlatParameter: leave the layer out "
+            "(ignored_modules), or use fully_shard with a mesh of replicas"
+        )

@@ -1,0 +1,209 @@
+"""What a state dict says about the rank that it belongs to.
+
+Ranks of a layer have tensors of the same names and shapes that hold different experts, or different
+parts of experts. So the entry ``_extra_state`` of a layer over several ranks names the experts of
+the rows, the number of all experts, and the part of each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_ops.layer.base import ExpertLayer
+
+WHOLE_EXPERTS = (0, 1)
+"""The part of a rank that does not share its experts with others."""
+ORDER = "w13_input_order"
+"""The end of the name of a tensor that may have one row for all experts."""
+
+
+class RankState(Tensor):
+    """The entry ``_extra_state`` of one rank, which `torch.distributed.checkpoint` refuses.
+
+    It would save the tensors of one rank for all of them, because their names are the same. The
+    entry is pickled, and saved in every other format, as the plain tensor that it is.
+    """
+
+    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:  # noqa: PLW3201 (its name)
+        """Refuse to save."""
+        _refuse_distributed_checkpoint(fqn)
+
+    def __create_chunk_list__(self) -> NoReturn:  # noqa: PLW3201
+        """Refuse to load."""
+        _refuse_distributed_checkpoint("_extra_state")
+
+    def __get_tensor_shard__(self, index: Any) -> NoReturn:  # noqa: PLW3201
+        """Refuse to load."""
+        _refuse_distributed_checkpoint("_extra_state")
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Copy; the base class would ask for more methods."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor, which ``torch.load(.., weights_only=True)`` takes."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _refuse_distributed_checkpoint(name: str) -> NoReturn:
+    raise NotImplementedError(
+        "torch.distributed.checkpoint must not be used for a FusedMoE over several ranks, because "
+        "it keeps the experts of one rank for all of them (there is no sharded state dict yet): "
+        f"save each rank's state_dict in a file of its own, with torch.save or safetensors, got "
+        f"{name!r} of such a layer"
+    )
+
+
+class RankPart(NamedTuple):
+    """What the rows of one rank's tensors hold."""
+
+    experts: tuple[int, ...] | None = None
+    """The expert of each row, -1 for none; None: not said."""
+    num_experts: int | None = None
+    """Number of experts of the layer, all ranks together."""
+    part: tuple[int, int] | None = None
+    """``(i, n)``: part i of n of each expert, cut along I; None: not said."""
+
+    @classmethod
+    def of(cls, layer: ExpertLayer) -> RankPart:
+        """Return what the rows of a layer over several ranks, or with ``enable_eplb``, hold."""
+        experts = layer.held_placement().experts
+        if not layer.is_spread:
+            return cls(tuple(experts)) if layer.enable_eplb else cls()
+        parallel = layer.moe_parallel_config
+        return cls(tuple(experts), layer.num_experts, (parallel.tp_rank, parallel.tp_size))
+
+    @classmethod
+    def parse(cls, said: dict[str, Any]) -> RankPart:
+        """Read the entries of an ``_extra_state``.
+
+        Raises:
+            ValueError: a value of another kind, which is the message.
+        """
+        experts, count, part = (said.get(name) for name in cls._fields)
+        if not (experts is None or _are_ints(experts)):
+            raise ValueError(f"experts {experts}")
+        if not (count is None or _are_ints([count])):
+            raise ValueError(f"num_experts {count}")
+        if part is not None and not (_are_ints(part) and len(part) == 2 and 0 <= part[0] < part[1]):
+            raise ValueError(f"part {part}")
+        found = None if experts is None else tuple(experts)
+        return cls(found, count, None if part is None else (part[0], part[1]))
+
+    def entries(self) -> dict[str, Any]:
+        """Return the entries of an ``_extra_state``: what is known."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def check_fits(self, layer: ExpertLayer) -> None:
+        """Check that tensors of this rank may be loaded into a layer; rows may be in other orders.
+
+        Raises:
+            ValueError: a layer of another number of experts, another part of the experts, or an
+                expert that the layer does not have.
+        """
+        self._check_count(layer)
+        own = (layer.moe_parallel_config.tp_rank, layer.moe_parallel_config.tp_size)
+        if self.part not in (None, own):
+            raise ValueError(
+                f"tensors of the state dict must be part {own[0]} of {own[1]} of each expert, as "
+                f"this rank's are, got part {self.part[0]} of {self.part[1]}"
+            )
+        unknown = [e for e in self.experts or () if e != -1 and e not in layer.placement.rows]
+        if unknown:
+            raise ValueError(
+                "experts of the state dict must be those of the layer, "
+                f"0..{max(layer.placement.rows)}, got {unknown[0]}"
+            )
+
+    def check_whole(self, layer: ExpertLayer) -> None:
+        """Check that the rows are all experts of a layer in order, and whole.
+
+        Raises:
+            ValueError: they are not.
+        """
+        self._check_count(layer)
+        if self.experts not in (None, tuple(range(layer.num_experts))):
+            raise ValueError(
+                "rows must hold the experts in order (load_state_dict takes other placements), got "
+                f"experts {short(self.experts)}"
+            )
+        if self.part not in (None, WHOLE_EXPERTS):
+            raise ValueError(
+                f"tensors must hold whole experts, got part {self.part[0]} of {self.part[1]} of "
+                "each, which one rank saved"
+            )
+
+    def _check_count(self, layer: ExpertLayer) -> None:
+        if self.num_experts not in (None, layer.num_experts):
+            raise ValueError(
+                f"num_experts of the state dict must be that of the layer, {layer.num_experts}, "
+                f"got {self.num_experts}"
+            )
+
+    def check_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Check that tensors have a row for each expert; an order of columns may have one for all.
+
+        Raises:
+            ValueError: the name of a tensor with another number of rows.
+        """
+        count = len(self.experts or ())
+        for name, x in rows.items():
+            if x.shape[0] != count and not (name.endswith(ORDER) and x.shape[0] == 1):
+                raise ValueError(
+                    f"{name} must have a row for each of the {count} experts that _extra_state "
+                    f"names, got {x.shape[0]}"
+                )
+
+    def reordered(self, rows: Mapping[str, Tensor], wanted: Sequence[int]) -> dict[str, Tensor]:
+        """Return tensors with the rows of the ``wanted`` experts, where these are other rows.
+
+        Raises:
+            ValueError: no row holds one of the experts, or rows of an expert differ.
+        """
+        experts = self.experts or ()
+        if experts == tuple(wanted):
+            return {}
+        lacking = {*wanted} - {-1, *experts}
+        if lacking:
+            raise ValueError(
+                "rows of the state dict must hold every expert that the layer's rows hold now, "
+                f"{short(wanted)} (load_checkpoint reads any expert from a whole checkpoint), got "
+                f"none of expert {min(lacking)}: its rows hold {short(experts)}"
+            )
+        first = {expert: row for row, expert in reversed([*enumerate(experts)])}
+        copies = [(row, first[e]) for row, e in enumerate(experts) if e >= 0 and first[e] != row]
+        found = {}
+        for name, x in rows.items():
+            if x.shape[0] != len(experts):
+                continue
+            for row, other in copies:
+                if not _equal(x[row], x[other]):
+                    raise ValueError(
+                        f"{name} must be the same in all replicas of an expert, got rows {other} "
+                        f"and {row} of expert {experts[row]} that differ"
+                    )
+            found[name] = torch.stack([x[first.get(expert, 0)] for expert in wanted])
+        return found
+
+
+def short(experts: Sequence[int]) -> str:
+    """Return a list of experts for an error, shortened."""
+    if len(experts) <= 8:
+        return str([*experts])
+    return f"[{', '.join(map(str, experts[:4]))}, .., {experts[-1]}]"
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Whether two rows have the same bytes; rows without contents do."""
+    if x.is_meta or y.is_meta:
+        return True
+    first, second = (t.reshape(-1).contiguous().view(torch.uint8) for t in (x, y))
+    return torch.equal(first, second)
+
+
+def _are_ints(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
