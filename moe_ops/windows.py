@@ -122,6 +122,8 @@ def nothing() -> None:
 
 FAILED = 2 * MOST_PROGRAMS
 """Index in `Windows.state` of the device's own note that a rank did not answer."""
+INTERRUPTED = 2**31 - 1
+"""`Windows.error` once this rank itself left an exchange, by an exception such as Ctrl-C's."""
 
 
 class Window:
@@ -227,7 +229,7 @@ class Windows(Window):
         peers: int64 ``(R + 1,)`` on the device, the address of each rank's window, then that of
             ``error``.
         error: int32 ``(1,)`` on the host, which the device can write: 0; or ``1 + r`` if rank r did
-            not answer in time, ``-1 - r`` if it has another P.
+            not answer in time, ``-1 - r`` if it has another P, `INTERRUPTED`.
         timeout: seconds to wait for a rank.
         addresses: the addresses in ``peers``.
         keep: what must live as long as the windows.

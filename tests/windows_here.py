@@ -45,6 +45,13 @@ class Ranks(NamedTuple):
         own = (window.peers, window.state, rows, experts, on_input, quant)
         return ops.symmetric_send(*tensors, *own)
 
+    def send_batched(self, rank: int, *arguments: Any) -> tuple[Tensor, ...]:
+        """`symmetric_send_batched`; the arguments without those of the windows."""
+        self._all_have_written()
+        window, (*tensors, rows, on_input, quant) = self.windows[rank], arguments
+        own = (window.peers, window.state, rows, on_input, quant)
+        return ops.symmetric_send_batched(*tensors, *own)
+
     def send_back(self, rank: int, sums: Tensor, expert_ranks: Any, top_k: int) -> Tensor:
         """`symmetric_return`."""
         self._all_have_written()

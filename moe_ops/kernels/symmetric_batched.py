@@ -44,8 +44,22 @@ IDS = tl.constexpr(1024)
 
 
 @triton.jit
+def _placed(ids, known, placement, num_experts, num_local_experts, RANKS: tl.constexpr):
+    """Rank and local expert of each slot; rank -1 for a slot that no expert computes.
+
+    Ids and placement may be anything: what leads out of the ranks or their experts has no expert.
+    """
+    known = known & (ids >= 0) & (ids < num_experts)
+    home = homes(ids, known, placement)
+    expert = tl.load(placement + num_experts + tl.where(known, ids, 0), mask=known, other=-1)
+    inside = (home < RANKS) & (expert >= 0) & (expert < num_local_experts)
+    return tl.where(inside, home, -1), expert
+
+
+@triton.jit
 def _send_ids(
-    topk_weights, topk_ids, expert_ranks, peers, token, num_tokens, rows_per_rank, num_experts,
+    topk_weights, topk_ids, placement, peers, token, num_tokens, rows_per_rank, num_experts,
+    num_local_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
     """Write a token's ids and weights to all ranks; ids are -1 in slots without an expert."""
@@ -53,7 +67,7 @@ def _send_ids(
     known = (slot < TOP_K) & (token < num_tokens)
     ids = tl.load(topk_ids + token * TOP_K + slot, mask=known, other=-1)
     weights = tl.load(topk_weights + token * TOP_K + slot, mask=known, other=0.0)
-    home = homes(ids, known & (ids >= 0) & (ids < num_experts), expert_ranks)
+    home, _ = _placed(ids, known, placement, num_experts, num_local_experts, RANKS)
     ids = tl.where(home >= 0, ids, -1).to(tl.int32)
     at = (RANK * rows_per_rank + token) * TOP_K + slot
     for i in range(RANKS):
@@ -89,7 +103,8 @@ def _count(all_ids, expert, num_slots):
 
 @triton.jit
 def _send_rows(
-    x, scale, topk_weights, expert_ranks, expert_rows, peers, all_ids, token, rows_per_rank,
+    x, scale, topk_weights, placement, peers, all_ids, token, rows_per_rank, num_experts,
+    num_local_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
     AT: tl.constexpr,
 ):  # fmt: skip
@@ -104,9 +119,8 @@ def _send_rows(
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     first, room = (RANK * rows_per_rank + token) * TOP_K, RANKS * rows_per_rank
     ids = tl.load(all_ids + first + slot, mask=slot < TOP_K, other=-1)
-    home = homes(ids, ids >= 0, expert_ranks)
+    home, expert = _placed(ids, ids >= 0, placement, num_experts, num_local_experts, RANKS)
     place = _places(all_ids, ids, first, TOP_K)
-    expert = tl.load(expert_rows + tl.where(ids >= 0, ids, 0), mask=ids >= 0, other=0)
     sent = (home >= 0) & (place < room)
     routed = tl.max(sent.to(tl.int32), 0) > 0
     value = row_of(x, token, topk_weights, routed, WIDTH, TILE, False)
@@ -131,15 +145,17 @@ def _send_rows(
 
 @triton.jit
 def _local_facts(
-    scale, expert_ranks, expert_rows, held, row_scale, counts, dropped, local_ids, all_ids,
-    room, num_local_experts, RANK: tl.constexpr, TOP_K: tl.constexpr,
+    scale, placement, held, row_scale, counts, dropped, local_ids, all_ids,
+    room, num_experts, num_local_experts,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
     """Write the counts of this rank's experts, and the local experts of all tokens."""
     program, step = tl.program_id(0), tl.num_programs(0)
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     for i in range(0, (num_local_experts - program + step - 1) // step):
         row = program + i * step
-        count = _count(all_ids, tl.load(held + row), room * TOP_K)
+        expert = tl.load(held + row)
+        count = tl.where(expert >= 0, _count(all_ids, expert, room * TOP_K), 0)
         tl.store(counts + row, tl.minimum(count, room))
         tl.store(dropped + row, tl.maximum(count - room, 0))
         if row_scale is not None:
@@ -147,9 +163,8 @@ def _local_facts(
     for i in range(0, (room - program + step - 1) // step):
         at = (program + i * step) * TOP_K + slot
         ids = tl.load(all_ids + at, mask=slot < TOP_K, other=-1)
-        here = (ids >= 0) & (homes(ids, ids >= 0, expert_ranks) == RANK)
-        local = tl.load(expert_rows + tl.where(here, ids, 0), mask=here, other=-1)
-        tl.store(local_ids + at, local, mask=slot < TOP_K)
+        home, expert = _placed(ids, ids >= 0, placement, num_experts, num_local_experts, RANKS)
+        tl.store(local_ids + at, tl.where(home == RANK, expert, -1), mask=slot < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rows_per_rank", "num_experts", "num_local_experts"])
@@ -164,12 +179,11 @@ def _send_batched_kernel(
     take_turn()
     program, step = tl.program_id(0), tl.num_programs(0)
     steps = tl.load(state + program)
-    expert_ranks, expert_rows = placement, placement + num_experts
     all_ids = part_of(tl.load(peers + RANK), AT.ids, tl.int32)
     for i in range(0, (rows_per_rank - program + step - 1) // step):
         _send_ids(
-            topk_weights, topk_ids, expert_ranks, peers, program + i * step,
-            num_tokens, rows_per_rank, num_experts, RANK, RANKS, TOP_K, AT,
+            topk_weights, topk_ids, placement, peers, program + i * step, num_tokens,
+            rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K, AT,
         )  # fmt: skip
     if program == 0:
         for i in range(RANKS):
@@ -180,13 +194,13 @@ def _send_batched_kernel(
     wait_for_all(peers, AT.sent, step, steps + 1, state, timeout, RANK, RANKS)
     for i in range(0, (num_tokens - program + step - 1) // step):
         _send_rows(
-            x, scale, topk_weights, expert_ranks, expert_rows, peers, all_ids, program + i * step,
-            rows_per_rank, RANK, RANKS, TOP_K, HOW, AT,
+            x, scale, topk_weights, placement, peers, all_ids, program + i * step,
+            rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K, HOW, AT,
         )  # fmt: skip
     signal(peers, AT.sent, program, steps + 2, RANK, RANKS)
     _local_facts(
-        scale, expert_ranks, expert_rows, held, row_scale, counts, dropped, local_ids, all_ids,
-        RANKS * rows_per_rank, num_local_experts, RANK, TOP_K,
+        scale, placement, held, row_scale, counts, dropped, local_ids, all_ids,
+        RANKS * rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K,
     )  # fmt: skip
     if program == 0:
         check_sizes(peers, AT.sizes, rows_per_rank, state, RANK, RANKS)

@@ -202,8 +202,8 @@ class Placing:
         if piece.suffix in ("qweight", "qzeros") and layout.awq is None:
             if piece.suffix == "qzeros":
                 return True
-            rows = entry.read().shape[0]
-            self.layout = replace(layout, awq=rows == self._form(piece).k)
+            rows = entry.read().shape[:1]
+            self.layout = replace(layout, awq=rows == (self._form(piece).k,))
         if self._may_be_transposed(piece) and layout.transposed is None:
             form, shape = self._form(piece), tuple(entry.read().shape[1:])
             if form.n == form.k:  # the layer's own names are never transposed
@@ -388,12 +388,14 @@ class Placing:
             self.layer.form(self.specs["w2_weight"], piece.shard, self.layout),
             entry.read(),
         )
+        if found.numel() != 2:
+            raise ValueError(f"there must be 2 numbers, got shape {tuple(found.shape)}")
         if found.flatten().tolist() != [form.n, form.k]:
             raise ValueError(f"numbers must be {[form.n, form.k]}, got {found.tolist()}")
 
     def _check_symmetric(self, words: Tensor, offset: int) -> None:
         """Check that zero points of a symmetric scheme are the offset; GPTQ may store one less."""
-        values = words.contiguous().view(torch.uint8)
+        values = words.contiguous().flatten().view(torch.uint8)
         codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
         offsets = [offset]
         if self.layout.zeros_plus_one is not False and not self.layout.awq:

@@ -4,14 +4,44 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from stat import S_ISREG
 from typing import Any
 
 MAX_JSON = 100_000_000
 """Largest size of a JSON file, in bytes."""
+LONGEST_SHOWN = 200
+"""Characters of a path or a name that an error quotes."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def shown(name: object) -> str:
+    """Return a path or a name for an error message: printable, and cut if it is very long."""
+    text = str(name)
+    if len(text) > LONGEST_SHOWN:
+        text = f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn the system's errors for ``path`` within this context into errors with its name and why.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: it cannot be read, or no file can have this name.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        missing = f"{shown(path)} must be a file, got none{_download(path)}"
+        raise FileNotFoundError(missing) from None
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ValueError(f"{shown(path)} must be a file that can be read, got {why!r}") from None
 
 
 def regular(path: Path) -> Path:
@@ -19,12 +49,16 @@ def regular(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: nothing is there.
-        ValueError: a folder, a pipe or a device.
+        ValueError: a folder, a pipe or a device; a file that cannot be read; a name that no file
+            can have.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} must be a file, got none{_download(path)}")
-    if not path.is_file():
-        raise ValueError(f"{path} must be a regular file, got a folder, a pipe or a device")
+    with readable(path):
+        try:
+            mode = path.stat().st_mode
+        except ValueError as error:  # such as a null character
+            raise ValueError(f"{shown(path)} must be the name of a file, got {error}") from None
+    if not S_ISREG(mode):
+        raise ValueError(f"{shown(path)} must be a regular file, got a folder, a pipe or a device")
     return path
 
 
@@ -36,17 +70,17 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         what: what the file must be, for the error message.
 
     Raises:
-        FileNotFoundError, ValueError: as `regular`; text that is not a JSON object, is nested too
-            deeply, or is longer than `MAX_JSON`.
+        FileNotFoundError, ValueError: as `regular`. Also ValueError for text that is not a JSON
+            object, is nested too deeply, or is longer than `MAX_JSON`.
     """
-    size = regular(path).stat().st_size
-    if size > MAX_JSON:
-        raise ValueError(f"{path} must be {what} of at most {MAX_JSON} bytes, got {size}")
-    try:
-        found = parse_object(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be {what}, got {error}") from None
-    return found
+    with readable(regular(path)):
+        size = path.stat().st_size
+        if size > MAX_JSON:
+            raise ValueError(f"{path} must be {what} of at most {MAX_JSON} bytes, got {size}")
+        try:
+            return parse_object(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} must be {what}, got {error}") from None
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -90,8 +124,8 @@ def weight_map(index: Path) -> dict[str, Path]:
     for name, file in entries.items():
         if not isinstance(file, str) or not _is_inside(file):
             raise ValueError(
-                f"{index}: the file of {name!r} must be a name inside the index's folder, "
-                f"got {file!r}"
+                f"{index}: the file of {shown(name)!r} must be a name inside the index's folder, "
+                f"got {shown(repr(file))}"
             )
     return {name: index.parent / file for name, file in entries.items()}
 
@@ -108,7 +142,7 @@ def reject_other_formats(path: Path) -> None:
     suffix = path.suffix.lower()
     if suffix in PICKLED:
         raise ValueError(
-            f"source must be safetensors, got {path}: pass what it holds, "
+            f"source must be safetensors, got {shown(path)}: pass what it holds, "
             f"torch.load({path.name!r}, map_location='cpu', weights_only=True, mmap=True)"
         )
     if suffix == ".gguf":

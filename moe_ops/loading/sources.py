@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moe_ops.loading.files import regular, reject_other_formats, weight_map
+from moe_ops.loading.files import readable, regular, reject_other_formats, shown, weight_map
 from moe_ops.loading.safetensors import SafetensorsFile
 
 try:
@@ -98,12 +98,14 @@ def _shards(
     path: Path, wanted: Callable[[str], bool]
 ) -> tuple[list[Path], dict[Path, list[str]] | None]:
     """Return the files of a checkpoint, and which tensors of each are wanted (None: all)."""
-    if path.is_dir():
-        if (path / INDEX).exists():
+    with readable(path):
+        listed = sorted(path.iterdir()) if path.is_dir() else None
+    if listed is not None:
+        if path / INDEX in listed:
             return _shards(path / INDEX, wanted)
-        files = sorted(path.glob("*.safetensors"))
+        files = [file for file in listed if file.name.endswith(".safetensors")]
         if not files:
-            for other in sorted(path.iterdir()):
+            for other in listed:
                 reject_other_formats(other)
             raise ValueError(f"source must be a folder with safetensors files, got {path}")
         return files, None
@@ -111,8 +113,8 @@ def _shards(
         return [path], None
     known = sorted((file, name) for name, file in weight_map(path).items())
     # If no tensor is wanted, all are listed, so that the error can name some.
-    listed = [(file, name) for file, name in known if wanted(name)] or known
-    groups = {f: [name for _, name in group] for f, group in groupby(listed, lambda item: item[0])}
+    asked = [(file, name) for file, name in known if wanted(name)] or known
+    groups = {f: [name for _, name in group] for f, group in groupby(asked, lambda item: item[0])}
     return list(groups), groups
 
 
@@ -129,7 +131,7 @@ def _read(paths: list[Path], wanted: dict[Path, list[str]] | None) -> Iterator[E
         names = dict.fromkeys(file.names())
         for name in names if wanted is None else wanted[path]:
             if name not in names:
-                raise ValueError(f"{path} must hold {name}, as its index says, got none")
+                raise ValueError(f"{path} must hold {shown(name)}, as its index says, got none")
             yield Entry(name, _reader(file, name))
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.windows import FAILED, MOST_PROGRAMS, Window, Windows, windows_of
+from moe_ops.windows import FAILED, INTERRUPTED, MOST_PROGRAMS, Window, Windows, windows_of
 
 
 def symmetric_send(
@@ -44,7 +46,7 @@ def symmetric_send(
         arrived[1].copy_(row_scale)
     ids = topk_ids.new_full((rows_per_rank, top_k), -1, dtype=torch.int32)
     ids[: x.shape[0]] = torch.where(home >= 0, topk_ids, -1).int()
-    for other in range(layout.ranks):
+    for other in reached(windows, state):
         there = peer(windows, other)
         to = there.arrived(x, scale, top_k, rows_per_rank, quant)
         own = slice(rank * rows_per_rank, rank * rows_per_rank + x.shape[0])
@@ -79,7 +81,7 @@ def symmetric_return(
     ids = windows.part(layout.parts.ids, torch.int32, ranks, each, top_k)
     home = homes(ids, expert_ranks)
     blocks, shape = sums.view(ranks, each, width), (ranks, each, width)
-    for other in range(ranks):
+    for other in reached(windows, state):
         sent = _goes_to(home[other], rank, expert_ranks)
         to = peer(windows, other).part(layout.parts.sums, sums.dtype, *shape)
         to[rank][sent] = blocks[other][sent]
@@ -116,6 +118,16 @@ def peer(windows: Windows, rank: int) -> Window:
     return Window(windows.layout, torch.frombuffer(raw, dtype=torch.uint8))
 
 
+def reached(windows: Windows, state: Tensor) -> range:
+    """Ranks that this rank writes to: after a failure only itself, as it does not wait for others.
+
+    The others may still read what it wrote before. They fail when they wait for it.
+    """
+    if int(state[FAILED]):
+        return range(windows.rank, windows.rank + 1)
+    return range(windows.layout.ranks)
+
+
 def check_sizes(windows: Windows, state: Tensor, rows_per_rank: int) -> None:
     """Note a rank whose P is another one."""
     layout = windows.layout
@@ -129,20 +141,35 @@ def _fail(windows: Windows, state: Tensor, error: int) -> None:
     windows.error.fill_(error)
 
 
+@contextmanager
+def completed(windows: Windows, state: Tensor) -> Iterator[None]:
+    """Note a failure if an exception such as KeyboardInterrupt leaves this context.
+
+    Within it other ranks get flags of a step that this rank has not completed. If it went on as
+    before, it would take their flags of this step for those of its next call.
+    """
+    try:
+        yield
+    except BaseException:
+        _fail(windows, state, INTERRUPTED)
+        raise
+
+
 def exchange(windows: Windows, state: Tensor, index: int, offset: int) -> None:
     """Tell all ranks that this one has written, and wait until all have; note one that has not."""
     ranks = windows.layout.ranks
     epoch = int(state[index]) + 1
-    for other in range(ranks):
-        there = peer(windows, other).part(offset, torch.int32, ranks, MOST_PROGRAMS)
-        there[windows.rank, 0] = epoch
-    flags = windows.part(offset, torch.int32, ranks, MOST_PROGRAMS)[:, 0]
-    end = time.monotonic() + windows.timeout
-    while not int(state[FAILED]):
-        behind = (flags < epoch).nonzero()
-        if not len(behind):
-            break
-        if time.monotonic() > end:
-            _fail(windows, state, 1 + int(behind[-1]))
-        time.sleep(1e-4)
-    state[index] = epoch
+    with completed(windows, state):
+        for other in reached(windows, state):
+            there = peer(windows, other).part(offset, torch.int32, ranks, MOST_PROGRAMS)
+            there[windows.rank, 0] = epoch
+        flags = windows.part(offset, torch.int32, ranks, MOST_PROGRAMS)[:, 0]
+        end = time.monotonic() + windows.timeout
+        while not int(state[FAILED]):
+            behind = (flags < epoch).nonzero()
+            if not len(behind):
+                break
+            if time.monotonic() > end:
+                _fail(windows, state, 1 + int(behind[-1]))
+            time.sleep(1e-4)
+        state[index] = epoch

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty_sent
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.reference.symmetric import check_sizes, exchange, homes, peer
+from moe_ops.reference.symmetric import check_sizes, completed, exchange, peer, reached
 from moe_ops.scheme import parse_quant
 from moe_ops.windows import windows_of
 
@@ -32,11 +32,10 @@ def symmetric_send_batched(
     mine = windows.arrived_batched(out[0], out[1], topk_ids.shape[1], quant)
     layout, rank, (tokens, top_k) = windows.layout, windows.rank, topk_ids.shape
     ranks, room, at = layout.ranks, layout.ranks * rows_per_rank, layout.parts
-    known = (topk_ids >= 0) & (topk_ids < placement.shape[1])
-    home = homes(torch.where(known, topk_ids, -1), placement[0])
+    home, expert = _placed(topk_ids, placement, ranks, len(held))
     ids = topk_ids.new_full((rows_per_rank, top_k), -1, dtype=torch.int32)
     ids[:tokens] = torch.where(home >= 0, topk_ids, -1).int()
-    for other in range(ranks):
+    for other in reached(windows, state):
         there = peer(windows, other)
         there.part(at.ids, torch.int32, ranks, rows_per_rank, top_k)[rank] = ids
         weights = there.part(at.weights, torch.float32, ranks, rows_per_rank, top_k)
@@ -46,26 +45,35 @@ def symmetric_send_batched(
     exchange(windows, state, 0, at.sent)
     check_sizes(windows, state, rows_per_rank)
     of_all = windows.part(at.ids, torch.int32, room, top_k)
-    place, each_has_scales = _places(of_all), quant and not parse_quant(quant).per_tensor
-    rows, row_scale = _slot_rows(x, scale, topk_weights, on_input, quant)
-    own = place[rank * rows_per_rank : rank * rows_per_rank + tokens]
-    expert = placement[1][ids[:tokens].clamp(min=0).long()]
-    for other in range(ranks):
-        window = peer(windows, other)
-        there_rows, there_scales, _ = window.arrived_batched(out[0], out[1], top_k, quant)
-        token, slot = ((home == other) & (own < room)).nonzero(as_tuple=True)
-        row = (expert[token, slot] * room + own[token, slot]).long()
-        there_rows.flatten(0, 1)[row] = rows[token, slot]
-        if each_has_scales:
-            there_scales.flatten(0, 1)[row] = row_scale[token, slot]
-    if quant and not each_has_scales:
-        mine[1].copy_(row_scale.reshape(1, 1, 1).expand_as(mine[1]))
-    exchange(windows, state, 0, at.sent)
-    count = torch.stack([(of_all == expert).sum() for expert in held]).int()
-    here = homes(of_all, placement[0]) == rank
-    local_ids = torch.where(here, placement[1][of_all.clamp(min=0).long()], -1)
+    with completed(windows, state):
+        rows, row_scale = _slot_rows(x, scale, topk_weights, on_input, quant)
+        place = _places(of_all)[rank * rows_per_rank : rank * rows_per_rank + tokens]
+        if quant and parse_quant(quant).per_tensor:
+            mine[1].copy_(row_scale.reshape(1, 1, 1).expand_as(mine[1]))
+        for other in reached(windows, state):
+            there = peer(windows, other).arrived_batched(out[0], out[1], top_k, quant)
+            token, slot = ((home == other) & (place < room)).nonzero(as_tuple=True)
+            row = expert[token, slot] * room + place[token, slot]
+            there[0].flatten(0, 1)[row] = rows[token, slot]
+            if quant and not parse_quant(quant).per_tensor:
+                there[1].flatten(0, 1)[row] = row_scale[token, slot]
+        exchange(windows, state, 0, at.sent)
+    count = torch.stack([((of_all == e) & (of_all >= 0)).sum() for e in held]).int()
+    home, expert = _placed(of_all, placement, ranks, len(held))
+    local_ids = torch.where(home == rank, expert, -1).int()
     counts, dropped = count.clamp(max=room), (count - room).clamp(min=0)
     return mine[0], mine[1], counts, dropped, local_ids, mine[2]
+
+
+def _placed(ids: Tensor, placement: Tensor, ranks: int, experts: int) -> tuple[Tensor, Tensor]:
+    """Rank and local expert of each slot; rank -1 for a slot that no expert computes.
+
+    Ids and placement may be anything: what leads out of the ranks or their experts has no expert.
+    """
+    known = (ids >= 0) & (ids < placement.shape[1])
+    home, expert = placement.long()[:, torch.where(known, ids, 0).long()]
+    known &= (home >= 0) & (home < ranks) & (expert >= 0) & (expert < experts)
+    return torch.where(known, home, -1), torch.where(known, expert, 0)
 
 
 def _places(ids: Tensor) -> Tensor:

@@ -198,6 +198,15 @@ HOSTILE = {
     "trailing bytes": ({"a": entry([2], 0, 8)}, 9),
     "a negative shape": ({"a": entry([-2, -1], 0, 8)}, 8),
     "a shape that overflows": ({"a": entry([2**40, 2**40], 0, 0)}, 0),
+    "a size beyond int64 in an empty tensor": ({"a": entry([0, 2**63], 0, 0)}, 0),
+    "sizes that overflow beside a 0": ({"a": entry([0, 2**40, 2**40], 0, 0)}, 0),
+    "a size before a 0": ({"a": entry([2**62, 0], 0, 0)}, 0),
+    "too many axes": ({"a": entry([1] * 65, 0, 4)}, 4),
+    "a long name": ({"a" * 10**5: entry([0, 2**63], 0, 0)}, 0),
+    "a shape that is null": ({"a": entry(None, 0, 8)}, 8),
+    "an entry that is a list": ({"a": [2]}, 8),
+    "offsets beyond int64": ({"a": entry([2], 2**63, 2**63 + 8)}, 8),
+    "negative offsets": ({"a": entry([2], -8, 0)}, 8),
     "a size that is no integer": ({"a": entry([2.0], 0, 8)}, 8),
     "offsets in reverse": ({"a": entry([2], 8, 0)}, 8),
     "a name twice": (text(("a", entry([2], 0, 8)), ("a", entry([2], 0, 8))), 8),
@@ -215,8 +224,83 @@ def test_hostile_files(kind, tmp_path):
     header, size = HOSTILE[kind]
     path = tmp_path / "x.safetensors"
     path.write_bytes(raw_file(header, b"\0" * size))
-    with pytest.raises(ValueError, match="x.safetensors must be a whole safetensors file, got"):
+    with pytest.raises(
+        ValueError, match="x.safetensors must be a whole safetensors file, "
+    ) as error:
         load(path)
+    assert len(str(error.value)) < 1000
+
+
+def test_headers_longer_than_their_file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    for length in (3, 2**31, 2**63, 2**64 - 1):
+        path.write_bytes(length.to_bytes(8, "little") + b"{}")
+        with pytest.raises(ValueError, match="x.safetensors must be a whole safetensors file, got"):
+            load(path)
+
+
+def test_shapes_that_no_parameter_has(source):
+    """Of tensors whose shapes decide how others are read."""
+    for name, x in {
+        "qweight": torch.tensor(1), "qzeros": torch.tensor(1), "weight_shape": torch.ones(9, 0),
+    }.items():  # fmt: skip
+        layer = moe_ops.FusedMoE(E, K, 256, 128, scheme="int4_w4a16_g128")
+        given = {f"experts.0.gate_proj.{name}": x}
+        report = moe_ops.load_checkpoint(layer, given, strict=False, progress=False)
+        assert report.mismatched or report.unexpected, name
+
+
+def unreadable(folder):
+    """Paths that no file can have, or that cannot be followed, and what the error says."""
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "file").write_bytes(b"")
+    longer = "/".join(["c" * 200] * 40)
+    return {
+        "a" * 5000: "too long", f"{'a' * 5000}.safetensors": "too long", longer: "too long",
+        f"{'a' * 300}.json": "too long", "x\0.safetensors": "null", "\ud800": "encode",
+        "loop": "symbolic links",
+    }  # fmt: skip
+
+
+def test_names_that_no_file_can_have(tmp_path, source):
+    """As a source, in a list, and in an index; the error is short and printable."""
+    for name, why in unreadable(tmp_path).items():
+        index = tmp_path / "index.json"
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(source, name)}))
+        for given in (tmp_path / name, str(tmp_path / name), [tmp_path / name], index):
+            rule = "inside the index's folder" if "\0" in name and given == index else why
+            with pytest.raises(ValueError, match=rf"must be .*{rule}") as error:
+                load(given, prefix="mlp.")
+            assert len(str(error.value)) < 600 and str(error.value).isprintable()
+    with pytest.raises(FileNotFoundError, match="must be a file, got none"):
+        load(tmp_path / "file" / "x")
+
+
+def test_files_that_vanish(tmp_path, source, monkeypatch):
+    """Between the look at the folder and the first read, and before the second shard."""
+    paths, index = shards(tmp_path, source)
+    for given in (tmp_path, index, paths):
+        for gone in paths:
+            kept = gone.read_bytes()
+
+            def vanish(path, gone=gone):
+                gone.unlink(missing_ok=True)
+                return SafetensorsFile(path)
+
+            monkeypatch.setattr("moe_ops.loading.sources.SafetensorsFile", vanish)
+            with pytest.raises(FileNotFoundError, match=f"{gone.name} must be a file, got none"):
+                load(given, prefix="mlp.")
+            gone.write_bytes(kept)
+    real = type(paths[0]).open
+
+    def vanished(path, *how, **options):
+        path.unlink()
+        return real(path, *how, **options)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(type(paths[0]), "open", vanished)
+    with pytest.raises(FileNotFoundError, match=r"model-0.safetensors must be a file, got none"):
+        load(paths, prefix="mlp.")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 `pipeline/test_symmetric_exchange.py` tests them between processes, which wait for each other.
 """
 
+import time
 from typing import NamedTuple
 
 import pytest
@@ -12,11 +13,14 @@ from operator_samples import I32
 from torch._subclasses.fake_tensor import FakeTensorMode
 from windows_here import DONE, UNTOUCHED, Ranks
 
+import moe_ops
 from moe_ops import ops
+from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.exchange.memory import allocate_here
 from moe_ops.reference import symmetric as reference
+from moe_ops.reference import symmetric_batched as batched
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.windows import FAILED, MOST_PROGRAMS, WindowLayout
+from moe_ops.windows import FAILED, INTERRUPTED, MOST_PROGRAMS, WindowLayout
 
 pytestmark = pytest.mark.kernel
 R, P, E, H, COUNTS = 3, 5, 6, 96, (3, 5, 0)
@@ -333,3 +337,77 @@ def test_a_rank_with_another_number_of_rows(device):
     ranks.clear(3)
     ranks.send(0, x, None, ids.float(), ids, None, 2, 1, False, "")
     assert int(ranks.windows[0].state[FAILED]) == int(ranks.windows[0].answer[0]) == -2
+
+
+class Interrupted:
+    """A module ``time`` in which the nth wait is interrupted as by Ctrl-C."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self, nth):
+        self.left = nth
+
+    def sleep(self, seconds):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def three_steps(windows, rank):
+    """A send, a return and a Batched send of one rank on the CPU, as functions."""
+    x, ids = torch.full((1, 32), 1.0 + rank), torch.tensor([[0, 1]], dtype=I32)
+    where, holders = (windows.peers, windows.state), torch.tensor([0, 1], dtype=I32)
+    placement, held = torch.stack([holders, holders * 0]), torch.tensor([rank], dtype=I32)
+    given = (x, None, torch.ones(1, 2), ids)
+    return (
+        lambda: reference.symmetric_send(*given, holders, *where, 1, 2, False, ""),
+        lambda: reference.symmetric_return(x.repeat(2, 1), holders, *where, 2),
+        lambda: batched.symmetric_send_batched(*given, placement, held, *where, 1, False, ""),
+    )
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_an_interrupted_exchange_is_a_failure(step, monkeypatch):
+    """It raises from then on, and other ranks get no more from it than what they had."""
+    exchange = moe_ops.pipeline.SymmetricPrepareAndFinalize(RankGroup(1), 4, 32, 2)
+    ranks = allocate_here(WindowLayout(2, 4, 32, 2, 4, 1), torch.device("cpu"), 0.02)
+    first, second = (three_steps(window, rank) for rank, window in enumerate(ranks))
+    monkeypatch.setattr(reference, "time", Interrupted(0))
+    with pytest.raises(KeyboardInterrupt):
+        first[step]()
+    monkeypatch.undo()
+    assert int(ranks[0].state[FAILED]) == int(ranks[0].answer[0]) == INTERRUPTED
+    exchange.attach(ranks[:1])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 0 of 1 was interrupted .* anew on all ranks"):
+            exchange.check()
+    assert int(ranks[0].state[0]) == int(ranks[0].state[MOST_PROGRAMS]) == 0
+    if step < 2:  # the flag was sent: rank 1 completes the step of which it has everything
+        second[step]()
+        assert int(ranks[1].state[FAILED]) == 0
+    before = ranks[1].own.clone()
+    for call in first:  # as compiled calls, which do not ask `check`
+        call()
+    assert torch.equal(ranks[1].own, before)
+    second[step]()
+    assert int(ranks[1].state[FAILED]) == int(ranks[1].answer[0]) == 1  # no answer of rank 0
+
+
+@pytest.mark.parametrize("where", ["_slot_rows", "_places", "exchange"])
+def test_interrupted_between_the_two_exchanges_of_a_batched_send(where, monkeypatch):
+    """Other ranks have passed the first, and would take the next call's first for the second."""
+    ranks = allocate_here(WindowLayout(2, 4, 32, 2, 4, 1), torch.device("cpu"), 5.0)
+    flags = ranks[0].part(ranks[0].layout.parts.sent, I32, 2, MOST_PROGRAMS)
+    flags[1, 0] = 1  # rank 1 has sent its ids
+    real, calls = batched.exchange, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if where != "exchange" or len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(batched, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        three_steps(ranks[0], 0)[2]()
+    assert int(ranks[0].state[0]) == 1 and int(ranks[0].answer[0]) == INTERRUPTED

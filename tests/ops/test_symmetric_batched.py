@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import INTERPRETED
 from operator_samples import called
-from windows_here import Ranks
+from windows_here import UNTOUCHED, Ranks
 
 from moe_ops import ops
+from moe_ops.reference import symmetric_batched as reference
 
 pytestmark = pytest.mark.kernel
 E, K, H = 4, 2, 48
@@ -73,6 +74,84 @@ def test_rows_that_do_not_fit_are_counted(device):
     out, expected, weights, known = sent(torch.zeros(3, 2, dtype=I32), device)
     assert out[2].tolist() == [3, 0, 0, 0] and out[3].tolist() == [3, 0, 0, 0]
     check(out, expected, weights, known)
+
+
+HOSTILE = [-(2**31), -5, -1, 2, 3, 4, 5, 6, 7, 2**16, 2**31 - 1]
+"""Ranks and experts: of 3 ranks of 2 experts some are there, and of 6 experts in all."""
+
+
+def run_ranks(place, x, ids, placements, held, quant=""):
+    """What each of 3 ranks gets of its one token, all windows in the end, and whether all is well.
+
+    One program, as the others are not waited for: see `Ranks`.
+    """
+    ranks = Ranks.of(3, place, 2, H, ids.shape[2], 4, 2)
+    ranks.clear(1)
+    at = ranks.layout.parts
+    for window in ranks.windows:
+        window.own[at.ids : at.weights] = 255  # ids of -1
+    found, weights = [], torch.ones(1, ids.shape[2], device=place)
+    for rank, (own, placement, here) in enumerate(zip(ids, placements, held, strict=True)):
+        given = (weights, own.to(place), placement.to(place), here.to(place))
+        out = ranks.send_batched(rank, x[rank].to(place), None, *given, 1, False, quant)
+        found.append([out[i].cpu().clone() for i in (2, 3, 4)])
+    return found, [window.own[at.ids :].cpu() for window in ranks.windows]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("quant", ["", "fp8:1x16:float32"])
+def test_any_numbers(quant, seed, device, monkeypatch):
+    """Ids, ranks and experts that are anything are harmless: the slot is skipped.
+
+    Results, and the bytes of all windows, are the reference's.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def mixed(shape, good):
+        wild = torch.tensor(HOSTILE)[torch.randint(len(HOSTILE), shape, generator=g)]
+        known = torch.randint(good, shape, generator=g)
+        return torch.where(torch.rand(shape, generator=g) < 0.3, wild, known).to(I32)
+
+    x, ids = torch.randn(3, 1, H, generator=g).bfloat16(), mixed((3, 1, 8), 6)
+    placements = [torch.stack([mixed((6,), 3), mixed((6,), 2)]) for _ in range(3)]
+    held = mixed((3, 2), 6)
+    found, windows = run_ranks(device, x, ids, placements, held, quant)
+    monkeypatch.setattr("windows_here.ops", reference)
+    expected, expected_windows = run_ranks("cpu", x, ids, placements, held, quant)
+    for pairs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, *pairs))
+        counts, _, local = pairs[0]
+        assert ((counts >= 0) & (counts <= 3)).all() and ((local >= -1) & (local < 2)).all()
+    assert all(map(torch.equal, windows, expected_windows))
+
+
+def test_slots_that_lead_nowhere(device):
+    """No row is written for them, no rank counts them, and their ids arrive as -1."""
+    x, ids = torch.ones(3, 1, H).bfloat16(), torch.arange(8, dtype=I32).repeat(3, 1, 1)
+    bad = torch.tensor([[3, 2**31 - 1, -5, 0, 1, 0], [0, 0, 1, 2, -5, 1]], dtype=I32)
+    held = torch.tensor([[5, -1], [4, 7], [2, 9]], dtype=I32)
+    found, windows = run_ranks(device, x, ids, [bad] * 3, held)
+    for rank, (counts, dropped, local) in enumerate(found):
+        assert counts.tolist() == [int(rank == 0), 0] and not dropped.any()
+        assert local[rank].tolist() == [-1] * 5 + [1 if rank == 0 else -1, -1, -1]
+    at = Ranks.of(3, "cpu", 2, H, 8, 4, 2).layout.parts
+    for rank, window in enumerate(windows):
+        arrived = window[: 3 * 8 * 4].view(I32).view(3, 8).tolist()
+        assert arrived == [[-1, -1, -1, -1, -1, 5, -1, -1]] * 3
+        rows = window[at.rows - at.ids : at.sums - at.ids][: 2 * 3 * H * 2].view(2, 3, 2 * H)
+        written = (rows != UNTOUCHED).any(2)
+        assert written.tolist() == [[False] * 3, [rank == 0] * 3]
+
+
+def test_experts_that_only_another_rank_knows(device):
+    """A rank's ids are inside its own placement, which may be longer than here."""
+    x, ids = torch.ones(3, 1, H).bfloat16(), torch.full((3, 1, 1), 9, dtype=I32)
+    few, many = torch.zeros(2, 2, dtype=I32), torch.zeros(2, 10, dtype=I32)
+    held = torch.tensor([[0, 1]] * 3, dtype=I32)
+    found, _ = run_ranks(device, x, ids, [many, few, few], held)
+    assert found[0][2].tolist() == [[0], [-1], [-1]]
+    for counts, _, local in found[1:]:
+        assert not counts.any() and (local == -1).all()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,14 @@ Allocation is collective: all ranks of the group must take part, with the same l
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,10 @@ from torch import Tensor
 
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.windows import WindowLayout, Windows
+
+Result = TypeVar("Result")
+FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+"""Folder of the files that processes of one host map into memory."""
 
 
 def allocate(
@@ -34,7 +42,8 @@ def allocate(
         timeout: seconds to wait for a rank in a call.
 
     Raises:
-        RuntimeError: GPUs that cannot write to each other's memory; processes of several hosts.
+        RuntimeError: on all ranks: GPUs that cannot write to each other's memory; processes of
+            several hosts; no room in `FOLDER`.
     """
     if group.size == 1:
         return allocate_here(layout, device, timeout)[0]
@@ -88,21 +97,69 @@ def _symmetric(
 
 
 def _shared(layout: WindowLayout, group: Any, rank: int) -> tuple[Tensor, list[int], Any]:
-    """This rank's window, the addresses of all windows here, and what keeps them mapped."""
-    size, ranks = layout.parts.end, dist.get_world_size(group)
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    handle, path = tempfile.mkstemp(prefix="moe_ops_window_", dir=folder)
-    os.close(handle)
-    own = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    own.zero_()
-    paths: list[Any] = [None] * ranks
-    dist.all_gather_object(paths, path, group)
+    """This rank's window, the addresses of all windows here, and what keeps them mapped.
+
+    Files have names only while they are empty: a rank that dies leaves no memory behind. They are
+    mapped once the file system has room for all of them. (Memory of a file that has none kills the
+    process with SIGBUS at the first access.)
+    """
+    size, descriptors = layout.parts.end, []
+    paths: list[str] = _gathered(group, f"{FOLDER}/moe_ops_window_{uuid4().hex}")
+
+    def opened(path: str, flags: int) -> None:
+        descriptors.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600))
+
+    def open_others() -> None:
+        for path in paths[:rank] + paths[rank + 1 :]:
+            opened(path, 0)
+
+    def mapped() -> list[Tensor]:
+        files = [mmap.mmap(descriptor, size) for descriptor in descriptors]
+        found = [torch.frombuffer(file, dtype=torch.uint8) for file in files]
+        return [*found[1 : rank + 1], found[0], *found[rank + 1 :]]
+
     try:
-        mapped = [
-            own if r == rank else torch.from_file(p, shared=True, size=size, dtype=torch.uint8)
-            for r, p in enumerate(paths)
-        ]
-        dist.barrier(group)
+        try:
+            one_host = f"the ranks' processes must share files in {FOLDER}"
+            _together(group, one_host, lambda: opened(paths[rank], os.O_CREAT | os.O_EXCL))
+            _together(group, one_host, open_others)
+        finally:  # of all ranks, also those that died
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+        room = (
+            f"{FOLDER} must have room for a window of {size} bytes for each of {len(paths)} ranks "
+            "(make it larger, or max_num_tokens smaller)"
+        )
+        _together(group, room, lambda: os.posix_fallocate(descriptors[0], 0, size))
+        windows = _together(group, room, mapped)
     finally:
-        os.unlink(path)
-    return own, [window.data_ptr() for window in mapped], mapped
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return windows[rank], [window.data_ptr() for window in windows], windows
+
+
+def _together(group: Any, rule: str, step: Callable[[], Result]) -> Result:
+    """Run a step on all ranks, which wait for each other.
+
+    Raises:
+        RuntimeError: on all ranks, if the step fails on any: the rule, and what the ranks got.
+    """
+    result: Any = None
+    failure: str | None = None
+    try:
+        result = step()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = str(error)
+    failures = enumerate(_gathered(group, failure))
+    got = ", ".join(f"{why} on rank {rank}" for rank, why in failures if why is not None)
+    if got:
+        raise RuntimeError(f"{rule}, got {got}")
+    return result
+
+
+def _gathered(group: Any, value: Any) -> list[Any]:
+    """Return the values of all ranks, in the order of ranks."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found

@@ -19,7 +19,7 @@ from moe_ops.pipeline.exchange.base import (
 )
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.prepare_finalize import Receiver
-from moe_ops.windows import WindowLayout, Windows, nothing
+from moe_ops.windows import INTERRUPTED, WindowLayout, Windows, nothing
 
 _SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
 """Shared windows by layout, group, device, timeout, name and number."""
@@ -45,6 +45,10 @@ class SymmetricPrepareAndFinalize(TokenExchange):
     ``prepare`` returns lies in the window until the ranks' next ``prepare``, so one call may be in
     flight at a time, or ``in_flight`` calls with as many windows. Layers that run one after the
     other can share windows: see ``share``.
+
+    **Interrupts.** On a CPU, an exception such as KeyboardInterrupt while a rank waits for others
+    is a failure that stays, as the others may have its rows already: `check` and all later calls of
+    this rank raise, and the others get no answer from it. Construct the exchange anew on all ranks.
 
     **Token counts.** Ranks may have different numbers of tokens, also 0. The experts get P rows of
     each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
@@ -175,6 +179,11 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         if not failed:
             return
         windows, error = failed[0], int(failed[0].answer[0])
+        if error == INTERRUPTED:
+            raise RuntimeError(
+                f"rank {windows.rank} of {self.group.size} was interrupted while it exchanged rows "
+                "with the others, which may miss some: construct the exchange anew on all ranks"
+            )
         if error > 0:
             raise RuntimeError(
                 f"rank {windows.rank} of {self.group.size} waited {self.timeout:g} s for rank "
