@@ -252,7 +252,7 @@ def test_llama4_is_left_alone_when_it_cannot_be_adapted():
 def test_llama4_with_adapters(peft, adapted_first):
     """PEFT's sums and gradients, in both orders; as PEFT has it where adapters change."""
     kind = stand_ins.RealPeft(pytest.importorskip("peft")) if peft else stand_ins.StandIn()
-    model = llama4()
+    model = tiny_llama4()
     plain, ids = copy.deepcopy(model), torch.arange(3, 14)[None]
     names = integration.adapt(model) if adapted_first else []
     model = stand_ins.model_with_adapters(kind, "cpu", model)
@@ -297,7 +297,7 @@ def test_llama4_with_adapters(peft, adapted_first):
         for _ in range(2):
             expected = plain(ids).logits
             torch.testing.assert_close(unloaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
-            for block in blocks(unloaded):
+            for block in llama4_blocks(unloaded):
                 block.__dict__.pop("forward", None)
 
 
