@@ -51,12 +51,13 @@ def symmetric_send_batched(
         if quant and parse_quant(quant).per_tensor:
             mine[1].copy_(row_scale.reshape(1, 1, 1).expand_as(mine[1]))
         for other in reached(windows, state):
-            there = peer(windows, other).arrived_batched(out[0], out[1], top_k, quant)
+            window = peer(windows, other)
+            there_rows, there_scales, _ = window.arrived_batched(out[0], out[1], top_k, quant)
             token, slot = ((home == other) & (place < room)).nonzero(as_tuple=True)
             row = expert[token, slot] * room + place[token, slot]
-            there[0].flatten(0, 1)[row] = rows[token, slot]
+            there_rows.flatten(0, 1)[row] = rows[token, slot]
             if quant and not parse_quant(quant).per_tensor:
-                there[1].flatten(0, 1)[row] = row_scale[token, slot]
+                there_scales.flatten(0, 1)[row] = row_scale[token, slot]
         exchange(windows, state, 0, at.sent)
     count = torch.stack([((of_all == e) & (of_all >= 0)).sum() for e in held]).int()
     home, expert = _placed(of_all, placement, ranks, len(held))
