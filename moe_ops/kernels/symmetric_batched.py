@@ -119,15 +119,14 @@ def _send_rows(
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     first, room = (RANK * rows_per_rank + token) * TOP_K, RANKS * rows_per_rank
     ids = tl.load(all_ids + first + slot, mask=slot < TOP_K, other=-1)
-    home, expert = _placed(ids, ids >= 0, placement, num_experts, num_local_experts, RANKS)
     place = _places(all_ids, ids, first, TOP_K)
-    sent = (home >= 0) & (place < room)
-    routed = tl.max(sent.to(tl.int32), 0) > 0
-    value = row_of(x, token, topk_weights, routed, WIDTH, TILE, False)
+    home, expert = _placed(ids, place < room, placement, num_experts, num_local_experts, RANKS)
+    to_row = tl.where(home >= 0, expert.to(tl.int64) * room + place, 0)
+    value = row_of(x, token, topk_weights, tl.max(home, 0) >= 0, WIDTH, TILE, False)
     for j in range(TOP_K):
         this = slot == j
-        rank = tl.max(tl.where(this & sent, home, -1), 0)
-        row = tl.sum(tl.where(this & sent, expert * room + place, 0), 0).to(tl.int64)
+        rank = tl.max(tl.where(this, home, -1), 0)
+        row = tl.sum(tl.where(this, to_row, 0), 0)
         stored = value
         if HOW.on_input:
             weight = tl.load(topk_weights + token * TOP_K + j).to(tl.float32)
