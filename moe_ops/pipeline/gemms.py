@@ -256,10 +256,9 @@ def gemm_act(
     scheme: Scheme,
     dtype: torch.dtype,
     activation: str,
-    topk_weights: Tensor | None = None,
 ) -> Rows:
     """The first GEMM with its activation: the second GEMM's input. Arguments as in `gemm`."""
-    h = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, topk_weights)
+    h = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation)
     return quantized(h, weights.a2_scale, weights.w2, space, scheme)
 
 
