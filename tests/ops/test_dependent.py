@@ -25,6 +25,8 @@ if HAS_CUDA:
     from moe_ops.kernels._runtime.launch import Launch
 
 E, K, H, I = 16, 4, 512, 256  # noqa: E741
+FEW = 2
+"""Experts of a token for which the M = 1 kernels run: see `is_direct`."""
 SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "int8_tensor", "int4_w4a16_g128", "mxfp4")
 
 pytestmark = pytest.mark.gpu
@@ -96,7 +98,7 @@ def test_layers(scheme, tokens):
 
 def layer_of(scheme, device):
     """Weights, packed if there is such a form, and their configuration."""
-    problem = Problem(1, E, K, H, I, torch.bfloat16, scheme=scheme)
+    problem = Problem(1, E, FEW, H, I, torch.bfloat16, scheme=scheme)
     (_, w1, w2, *_), config, _ = quantize_inputs(problem, make_inputs(problem, device))
     if not packs(config.scheme, H, I):
         return w1, w2, config
@@ -112,10 +114,10 @@ def operators(scheme, device="cuda"):
     def chain(x):
         seen = []
         for n in range(8):
-            routing = Routing(*moe_ops.fused_topk(x, x[:, n : n + E], K, True))
+            routing = Routing(*moe_ops.fused_topk(x, x[:, n : n + E], FEW, True))
             space = SlotRows.of(routing, E, scheme, x.dtype, False)
-            rows = stored(Rows(x), weights, space, scheme, K, "silu")
-            h = gemm(rows, weights.w1, space, K, scheme, x.dtype, "silu")
+            rows = stored(Rows(x), weights, space, scheme, FEW, "silu")
+            h = gemm(rows, weights.w1, space, FEW, scheme, x.dtype, "silu")
             routing.topk_ids.copy_((routing.topk_ids + 1) % E)
             h = quantized(h, None, weights.w2, space, scheme)
             seen.append(gemm_sum(h, weights.w2, space, routing.topk_weights, scheme, x.dtype))
@@ -148,7 +150,7 @@ def test_the_pipeline_of_one_token_reads_early(scheme, monkeypatch):
 
     monkeypatch.setattr(Launch, "__call__", record)
     x = batches(1)[0]
-    call = (x, w1, w2, *moe_ops.fused_topk(x, x[:, :E], K, True))
+    call = (x, w1, w2, *moe_ops.fused_topk(x, x[:, :E], FEW, True))
     first = moe_ops.fused_experts(*call, quant_config=config)
     with apart():
         second = moe_ops.fused_experts(*call, quant_config=config)
