@@ -135,7 +135,7 @@ def test_schemes(scheme, device):
 
 @pytest.mark.kernel
 def test_tokens_do_not_depend_on_each_other(device):
-    """The same bits alone, in chunks, beside padding and in grad mode; padding has no gradient."""
+    """Bits do not depend on chunks, padding, other tokens or grad mode; padding has no gradient."""
     layer = loaded(batch_invariant=True).to(device).requires_grad_()
     x, logits = (rows.to(device) for rows in batch(64))
     with torch.no_grad():

@@ -53,7 +53,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_initial_values(way):
-    """Those of `torch.nn.Linear`, for each projection and expert, whatever the dtype."""
+    """Each projection of each expert begins as a `torch.nn.Linear` does, in any dtype."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         layer = seeded(has_bias=True, params_dtype=dtype, **WAYS[way])
         for name, fan_in in (("w13", H), ("w2", I)):

@@ -79,7 +79,7 @@ def same(one, other):
 
 
 def test_zero_points_of_both_versions_and_of_awq(tmp_path):
-    """The same numbers stored in each way, and told apart by the files alone."""
+    """Equal numbers stored in each way, which only the files tell apart."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     scheme = "int4_w4a16_g32_zp"
     experts = Experts.random(E, H, I).quantized(scheme)

@@ -240,7 +240,7 @@ def test_headers_longer_than_their_file(tmp_path):
 
 
 def test_shapes_that_no_parameter_has(source):
-    """Of tensors whose shapes decide how others are read."""
+    """Shapes that decide how other tensors are read."""
     for name, x in {
         "qweight": torch.tensor(1), "qzeros": torch.tensor(1), "weight_shape": torch.ones(9, 0),
     }.items():  # fmt: skip

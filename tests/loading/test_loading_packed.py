@@ -219,7 +219,7 @@ def test_finer_scales_and_numbers_at_the_edge():
 
 
 def test_scales_that_are_split():
-    """Of any sign, also the largest; rows of zeros stay zeros."""
+    """Numbers of any sign, also the largest; rows of zeros stay zeros."""
     scales = torch.randn(40, 12, generator=torch.Generator().manual_seed(0)) * 0.1
     scales[0] = -scales[0].abs()
     scales[1] = 0

@@ -132,7 +132,7 @@ def test_tensors_that_do_not_fit(made, name, x, rule, source):
 
 
 def test_two_tensors_for_one_buffer(source):
-    """One of them is a duplicate, but a saved model may hold the bias in its gate too."""
+    """A second tensor is a duplicate, but a saved model may hold the bias in its gate too."""
     names = [BLOCK + n for n in ("gate.e_score_correction_bias", "e_score_correction_bias")]
     with pytest.raises(ValueError, match=rf"1 duplicated \({names[1]}\)"):
         load(make(), source | dict.fromkeys(names, BIAS), prefix=BLOCK)

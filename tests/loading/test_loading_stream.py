@@ -218,7 +218,7 @@ def test_names_must_be_consumed(experts):
 
 
 def test_tensors_of_the_router(experts):
-    """Those that the layer holds; a bias of logits is the gate's."""
+    """Tensors that the layer holds are loaded; a bias of logits is the gate's."""
     table = torch.stack([torch.randperm(E)[:K] for _ in range(5)])
     scored = {"scoring_func": "sigmoid", "e_score_correction_bias": torch.zeros(E)}
     cases = (

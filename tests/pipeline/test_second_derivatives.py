@@ -96,7 +96,7 @@ CASES |= {
     for kind in KERNELS
     if not kind.is_monolithic() and kind.has_gradients()
 }
-"""By name: a function and the inputs that it has gradients of."""
+"""Functions by name, with the inputs that they have gradients of."""
 
 
 def leaves(tensors):
