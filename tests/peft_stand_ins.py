@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_transformers import tiny_qwen3
 from torch import nn
@@ -15,6 +16,7 @@ from moe_ops.integrations import _peft
 
 RANKS, SCALING = {"a": 3, "b": 2}, 2.0
 TARGETS = ["gate_up_proj", "down_proj"]
+KINDS = ("stand-in", "peft")
 
 
 class ParamWrapper(nn.Module):
@@ -168,6 +170,11 @@ class RealPeft:
         loaded = self.peft.PeftModel.from_pretrained(model, folder / "a", adapter_name="a")
         loaded.load_adapter(folder / "b", adapter_name="b")
         return loaded
+
+
+def kind_of(name: str) -> Any:
+    """What adds adapters, by a name in `KINDS`; skips the test where PEFT is not installed."""
+    return StandIn() if name == "stand-in" else RealPeft(pytest.importorskip("peft"))
 
 
 def model_with_adapters(kind: Any, device: str, model: Any = None) -> Any:

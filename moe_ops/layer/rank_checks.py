@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ops.activation import kind_and_key
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.options import OF_THE_CONFIG, FusedMoEOptions
+from moe_ops.loading.names import ROUTER_TENSORS
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.pipeline.exchange.base import is_capturing
 from moe_ops.pipeline.exchange.groups import RankGroup
@@ -38,8 +39,6 @@ OF_THIS_RANK = (
     "expert_mapping", "shared_experts", "activation", "scheme", "params_dtype",
 )  # fmt: skip
 """Options that ranks of one layer may have different values of, or that `option_facts` replaces."""
-ROUTER_TENSORS = ("e_score_correction_bias", "hash_indices_table")
-"""Buffers whose numbers decide where tokens go."""
 OF_A_RANK = ("expert_map", "w13_input_order")
 """Buffers that differ between ranks."""
 
@@ -106,12 +105,17 @@ def compare_ranks(layer: ExpertLayer, num_tokens: int | None = None) -> None:
 
 
 def option_facts(given: FusedMoEOptions) -> dict[str, str]:
-    """Return the options that must be the same on all ranks of a layer, as texts by name."""
+    """Return the options that must be the same on all ranks of a layer, as texts by name.
+
+    There are none in a layer of one rank.
+    """
+    parallel = given.parallel_config()
+    if parallel.layer_size == 1:
+        return {}
     names = [option.name for option in fields(given) if option.name not in OF_THIS_RANK]
     facts = {name: _text_of(getattr(given, name)) for name in names}
     facts["activation"] = kind_and_key(given.activation)[1]
     facts["scheme"] = as_scheme(given.scheme or UNQUANTIZED).key
-    parallel = given.parallel_config()
     for option in fields(parallel):
         if not option.name.endswith("_rank"):
             facts[option.name] = str(getattr(parallel, option.name))
@@ -143,7 +147,7 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
         held = repr(layer.held_placement().logical).encode()
         facts["the digest of the experts' placement"] = hashlib.sha256(held).hexdigest()[:16]
     for name in ROUTER_TENSORS:
-        x = layer._buffers[name]
+        x = layer._buffers.get(name)  # not the gate, which is trained
         if x is not None:
             numbers = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             facts[f"the digest of {name}"] = hashlib.sha256(numbers).hexdigest()[:16]

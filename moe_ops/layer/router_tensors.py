@@ -12,6 +12,7 @@ from moe_ops import checks
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.loading.names import (
     GATE_BIAS,
+    ROUTER_TENSORS,
     SHARED_GATE,
     CheckpointLayout,
     RouterTensor,
@@ -19,9 +20,6 @@ from moe_ops.loading.names import (
 )
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.stored import Form, canonical
-
-BUFFERS = ("e_score_correction_bias", "hash_indices_table", SHARED_GATE)
-"""Buffers of a layer that choose experts, and the gate of its shared experts."""
 
 
 class LogitsBiasError(ValueError):
@@ -52,7 +50,7 @@ class RouterTensors:
     def __init__(self, layer: ExpertLayer) -> None:
         self._layer = layer
         self._found: dict[str, list[Candidate]] = {
-            name: [] for name in BUFFERS if getattr(layer, name) is not None
+            name: [] for name in ROUTER_TENSORS if getattr(layer, name) is not None
         }
         self.values: dict[str, Tensor] = {}
         """The new numbers of each buffer that was read."""

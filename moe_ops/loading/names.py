@@ -125,6 +125,8 @@ _ROUTER = {
     SHARED_GATE: _GATE,
 }
 """Names of the router's tensors, by the layer's buffer or parameter that takes them."""
+ROUTER_TENSORS = tuple(_ROUTER)
+"""Buffers of a layer that choose experts, and the gate of its shared experts."""
 SHARED_EXPERTS = ("shared_experts.up_proj.weight", "shared_mlp.down_proj.weight")
 """Examples of names of shared experts that `parse` knows."""
 

@@ -10,10 +10,10 @@ pytest.importorskip("transformers")
 
 import fp8_transformers  # noqa: E402
 from peft_stand_ins import (  # noqa: E402
-    RealPeft,
-    StandIn,
+    KINDS,
     dense,
     experts_of,
+    kind_of,
     model_with_adapters,
     wrappers,
 )
@@ -26,11 +26,9 @@ from moe_ops.integrations import _peft  # noqa: E402
 from moe_ops.training import ExpertLora  # noqa: E402
 
 
-@pytest.fixture(params=["stand-in", "peft"])
+@pytest.fixture(params=KINDS)
 def kind(request):
-    if request.param == "stand-in":
-        return StandIn()
-    return RealPeft(pytest.importorskip("peft"))
+    return kind_of(request.param)
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ transformers = pytest.importorskip("transformers")
 
 import fp8_transformers  # noqa: E402
 from peft_stand_ins import (  # noqa: E402
+    KINDS,
     ParamWrapper,
     RealPeft,
-    StandIn,
     experts_of,
+    kind_of,
     model_with_adapters,
     own_parameters,
     wrappers,
@@ -30,11 +31,9 @@ SCHEME = "int4_w4a16_g32"
 ADVICE = r"quantize_ has quantized: call moe_ops.*adapt\(model\) after PEFT has added adapters"
 
 
-@pytest.fixture(params=["stand-in", "peft"])
+@pytest.fixture(params=KINDS)
 def kind(request):
-    if request.param == "stand-in":
-        return StandIn()
-    return RealPeft(pytest.importorskip("peft"))
+    return kind_of(request.param)
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_llama4_is_left_alone_when_it_cannot_be_adapted():
 @pytest.mark.parametrize("adapted_first", [False, True])
 def test_llama4_with_adapters(peft, adapted_first):
     """PEFT's sums and gradients, in both orders; as PEFT has it where adapters change."""
-    kind = stand_ins.RealPeft(pytest.importorskip("peft")) if peft else stand_ins.StandIn()
+    kind = stand_ins.kind_of(stand_ins.KINDS[peft])
     model = tiny_llama4()
     plain, ids = copy.deepcopy(model), torch.arange(3, 14)[None]
     names = integration.adapt(model) if adapted_first else []
