@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.bench import vllm
+from moe_ops.bench import humming, vllm
 from moe_ops.bench.installed import package, reason
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem
+from moe_ops.scheme import get_scheme
 
 Maker = Callable[[Experts, Inputs], Call]
 
@@ -28,12 +29,16 @@ class Peer:
     """Says what is missing to run it here; None if nothing is."""
     makers: Mapping[str, Maker]
     """Scheme, ``bf16`` if nothing is quantized -> factory of the timed call."""
-    fits: Callable[[Problem, int], bool] = lambda problem, tokens: True
-    """Whether it takes these sizes and that number of tokens."""
+    fits: Callable[[str, Problem, int], bool] = lambda scheme, problem, tokens: True
+    """Whether it takes a scheme with these sizes and that number of tokens."""
 
     def takes(self, scheme: str, problem: Problem, tokens: int) -> bool:
         """Whether it computes a case."""
-        return scheme in self.makers and problem.activation == "silu" and self.fits(problem, tokens)
+        return (
+            scheme in self.makers
+            and problem.activation == "silu"
+            and self.fits(scheme, problem, tokens)
+        )
 
     def __call__(self, experts: Experts, inputs: Inputs) -> Call:
         """The timed call of a case that the peer takes."""
@@ -156,8 +161,9 @@ def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:
     return lambda: layer(*arguments)
 
 
-def copies_fit(problem: Problem, tokens: int) -> bool:
+def copies_fit(scheme: str, problem: Problem, tokens: int) -> bool:
     """Whether a copy of an expert's weights for every slot takes at most `MOST_COPIED` bytes."""
+    del scheme
     rows = problem.w1_rows + problem.intermediate_size
     return tokens * problem.top_k * rows * problem.hidden_size * 2 <= MOST_COPIED
 
@@ -170,6 +176,27 @@ def hub_kernel(name: str) -> str | None:
             return package(needed)
     module = import_module(f"transformers.integrations.{name}")
     return reason(getattr(module, f"load_{name}_kernel"))
+
+
+# vLLM and Humming
+
+
+def whole_groups(scheme: str, problem: Problem, tokens: int) -> bool:
+    """Whether groups and blocks that share a scale divide the weights' sizes."""
+    del tokens
+    quant = None if scheme == "bf16" else get_scheme(scheme).weight
+    if quant is None:
+        return True
+    hidden, inner = problem.hidden_size, problem.intermediate_size
+    columns = quant.group.cols if quant.group.cols > 0 else 1
+    rows = quant.group.rows if quant.group.rows > 0 else 1
+    return not (hidden % columns or inner % columns or hidden % rows or problem.w1_rows % rows)
+
+
+def marlin_tiles(scheme: str, problem: Problem, tokens: int) -> bool:
+    """Whether Marlin has a tile of 128 x 64 or 64 x 128 for both weights, and whole groups."""
+    hidden, inner = problem.hidden_size, problem.intermediate_size
+    return whole_groups(scheme, problem, tokens) and not (hidden % 128 or inner % 128)
 
 
 # OpenAI's triton_kernels
@@ -186,9 +213,9 @@ def triton_kernels_parts() -> str | None:
     )
 
 
-def power_of_two(problem: Problem, tokens: int) -> bool:
+def power_of_two(scheme: str, problem: Problem, tokens: int) -> bool:
     """Whether the routing of triton_kernels compiles: it sorts a power of two of slots."""
-    del tokens
+    del scheme, tokens
     return problem.top_k & (problem.top_k - 1) == 0
 
 
@@ -256,6 +283,7 @@ def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
 
 MODULAR, INSIDE = "vllm-modular", "moe_ops-in-vllm"
 """vLLM's modular kernel with its own Triton experts, and with this library's."""
+_TRITON = ("bf16", *vllm.CONFIGS)
 PEERS: dict[str, Peer] = {
     "hf-grouped_mm": Peer(partial(package, "transformers"), {"bf16": partial(hf, "grouped_mm")}),
     "hf-grouped_mm-compiled": Peer(
@@ -267,12 +295,18 @@ PEERS: dict[str, Peer] = {
     "hf-deepgemm": Peer(partial(hub_kernel, "deepgemm"), {"bf16": partial(hf, "deepgemm")}),
     "hf-sonicmoe": Peer(partial(hub_kernel, "sonicmoe"), {"bf16": partial(hf, "sonicmoe")}),
     "vllm-triton": Peer(
-        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(("bf16", *vllm.CONFIGS), vllm.triton)
+        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(_TRITON, vllm.triton), whole_groups
     ),
     "vllm-cutlass": Peer(partial(vllm.missing, *vllm.CUTLASS), {"fp8_channel": vllm.cutlass}),
-    "vllm-marlin": Peer(partial(vllm.missing, *vllm.MARLIN), {"int4_w4a16_g128": vllm.marlin}),
+    "vllm-deepgemm": Peer(vllm.missing_deepgemm, {"fp8_block128": vllm.deepgemm}, whole_groups),
+    "vllm-marlin": Peer(
+        partial(vllm.missing, *vllm.MARLIN),
+        dict.fromkeys(vllm.MARLIN_ELEMENTS, vllm.marlin),
+        marlin_tiles,
+    ),
+    "humming": Peer(humming.missing, dict.fromkeys(humming.SCHEMAS, humming.humming), whole_groups),
     MODULAR: Peer(
-        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(("bf16", *vllm.CONFIGS), vllm.modular)
+        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(_TRITON, vllm.modular), whole_groups
     ),
     INSIDE: Peer(partial(vllm.missing, *vllm.OURS), dict.fromkeys(vllm.SERVED, vllm.served)),
     "triton_kernels": Peer(
