@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ MOST_COPIED = 8 * 2**30
 """Most bytes of weights that `hf-batched_mm` is let copy: it copies an expert for every slot."""
 
 
-class _TransformersExperts(torch.nn.Module):
+class TransformersExperts(torch.nn.Module):
     """The attributes of a model's experts module that transformers' experts functions use."""
 
     has_gate = True
@@ -75,89 +75,28 @@ class _TransformersExperts(torch.nn.Module):
         return self.act_fn(gate) * up
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``(T, H)``: the experts function of the implementation."""
         return self.run(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _transformers_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def transformers_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments as a model passes them: int64 ids, and weights in the dtype of the tokens."""
     return inputs.x, inputs.topk_ids.long(), inputs.topk_weights.to(inputs.x.dtype)
 
 
 def hf(implementation: str, experts: Experts, inputs: Inputs) -> Call:
     """An experts implementation of transformers, eager."""
-    layer = _TransformersExperts(experts, implementation)
-    arguments = _transformers_arguments(inputs)
+    layer = TransformersExperts(experts, implementation)
+    arguments = transformers_arguments(inputs)
     return lambda: layer(*arguments)
-
-
-class Differentiable(NamedTuple):
-    """A layer with gradients."""
-
-    forward: Call
-    """Eager, and recorded for a backward pass."""
-    leaves: dict[str, Tensor]
-    """Tensors that require grad, by their names in `Experts` and `Inputs`."""
-
-
-def hf_trained(
-    implementation: str, experts: Experts, inputs: Inputs, *, frozen: bool = False
-) -> Differentiable:
-    """`hf` with gradients of tokens, router weights and, unless they are frozen, both weights.
-
-    The memory of the weights is shared.
-    """
-    layer = _TransformersExperts(experts, implementation)
-    x, ids, weights = _transformers_arguments(inputs)
-    x, weights = (t.detach().requires_grad_() for t in (x, weights))
-    leaves = {"x": x, "topk_weights": weights}
-    if not frozen:
-        layer.requires_grad_()
-        leaves.update(w1=layer.gate_up_proj, w2=layer.down_proj)
-    return Differentiable(lambda: layer(x, ids, weights), leaves)
-
-
-def hf_adapted(
-    implementation: str,
-    experts: Experts,
-    inputs: Inputs,
-    factors: dict[str, Tensor],
-    scaling: float,
-) -> Differentiable:
-    """`hf` with an adapter as PEFT runs it: every pass makes ``W + B @ A`` of all experts.
-
-    Args:
-        implementation: as for `hf`.
-        experts: frozen weights in bf16.
-        inputs: tokens with their routing.
-        factors: ``a1``, ``b1``, ``a2`` and ``b2``: ``(1, E, r, K)`` and ``(1, E, N, r)``.
-        scaling: factor of ``B @ A``.
-
-    Source:
-        PEFT's ``ParamWrapper`` (pull request 3577: one ``baddbmm`` for one active adapter).
-    """
-    layer = _TransformersExperts(experts, implementation)
-    x, ids, weights = _transformers_arguments(inputs)
-    given = {"x": x, "topk_weights": weights, **factors}
-    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
-    parameters = {"gate_up_proj": "1", "down_proj": "2"}
-
-    def adapted(name: str) -> Tensor:
-        a, b = (leaves[factor + parameters[name]][0] for factor in "ab")
-        return torch.baddbmm(getattr(layer, name), b, a, alpha=scaling)
-
-    def forward() -> Tensor:
-        made = {name: adapted(name) for name in parameters}
-        return torch.func.functional_call(layer, made, (leaves["x"], ids, leaves["topk_weights"]))
-
-    return Differentiable(forward, leaves)
 
 
 def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:
     """``grouped_mm`` under torch.compile, compiled for these sizes: its best case."""
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     torch.compiler.reset()
-    layer = torch.compile(_TransformersExperts(experts, "grouped_mm"), dynamic=False)
-    arguments = _transformers_arguments(inputs)
+    layer = torch.compile(TransformersExperts(experts, "grouped_mm"), dynamic=False)
+    arguments = transformers_arguments(inputs)
     return lambda: layer(*arguments)
 
 
