@@ -14,8 +14,10 @@ from moe_ops.bench.harness import CONSOLE_SCRIPT, default_output
 from moe_ops.bench.model_config import read_config
 from moe_ops.bench.problems import (
     ROUTINGS,
+    UNTUNED,
     Problem,
     find_problem,
+    find_problems,
     load_problems,
     problem_of_sizes,
     unknown,
@@ -58,10 +60,10 @@ def parser(
     layers.add_argument(
         *("--model", "--shapes"),
         dest="problems",
-        type=one_or_more(find_problem),
+        type=_problems,
         default=timed if cuda else "tiny",
         metavar="NAME,..",
-        help="names of models or of their shapes (default: %(default)s)",
+        help=f"names of models or of their shapes, or {UNTUNED} (default: %(default)s)",
     )
     for option, (read, metavar, text) in OTHER_LAYERS.items():
         more: dict[str, Any] = {"dest": "problems", "default": argparse.SUPPRESS}
@@ -106,6 +108,12 @@ OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
     "--sizes": (problem_of_sizes, "E,k,H,I", "experts, experts of a token, hidden, intermediate"),
 }
 """Options that describe one layer without a known name: reader, metavar and help."""
+
+
+def _problems(text: str) -> list[Problem]:
+    """The problems of comma-separated names, each once."""
+    found = one_or_more(find_problems)(text)
+    return list(dict.fromkeys(problem for problems in found for problem in problems))
 
 
 def _only(read: Callable[[str], Problem]) -> Callable[[str], list[Problem]]:
