@@ -140,6 +140,9 @@ def from_pretrained(path: Any, *, auto_class: Any = AutoModelForCausalLM, **argu
         **arguments: its other arguments, such as ``dtype`` and ``device_map``, except those in
             `FIXED` and `OF_RANKS`. ``config`` is copied.
 
+    Returns:
+        The model, with quantized experts.
+
     Raises:
         ValueError: a model that was not saved so; tensors that are missing or broken; another
             ``experts_implementation``; an argument in `FIXED`.
