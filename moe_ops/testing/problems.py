@@ -86,6 +86,9 @@ def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
 
     Returns:
         The tensors on ``device``, with weights of El experts; biases if the problem has them.
+
+    Raises:
+        ValueError: an unknown activation.
     """
     g = torch.Generator().manual_seed(seed)
     kind, _ = kind_and_key(problem.activation)

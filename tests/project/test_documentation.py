@@ -13,8 +13,9 @@ import moe_ops
 
 ROOT = Path(__file__).parents[2]
 SUBMODULES = (
-    "functional routing pipeline parallel layer loading scheme testing training quantization"
-).split()
+    "functional", "routing", "pipeline", "parallel", "layer", "loading", "scheme", "testing",
+    "training", "quantization",
+)  # fmt: skip
 CHECKS = ("as_scheme", "get_scheme", "kind_and_key")
 """Functions that check an argument, beside those of `moe_ops.checks`."""
 
