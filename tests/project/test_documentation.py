@@ -2,16 +2,23 @@
 
 import ast
 import inspect
+import json
+import math
 import re
 import textwrap
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from activation_formulas import FORMULAS
 
 import moe_ops
+from moe_ops import support
+from moe_ops.activation import formula
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
 SUBMODULES = (
     "functional", "routing", "pipeline", "parallel", "layer", "loading", "scheme", "testing",
     "training", "quantization",
@@ -68,3 +75,64 @@ def test_the_site_loads_nothing_from_elsewhere():
     assert any("iframe-worker" in name for name in named)  # the name that the plug-in looks for
     assert all((ROOT / "docs" / name).exists() for name in named)
     assert not re.search(r"polyfills:.*http", config) and "font: false" in config
+
+
+IN_FORMULAS = {
+    **{name: getattr(torch, name) for name in ("erf", "sigmoid", "tanh", "clamp")},
+    "min": lambda x, limit: x.clamp(max=limit),
+    "max": lambda x, limit: x.clamp(min=limit),
+    "sqrt": math.sqrt,
+    "pi": math.pi,
+}
+"""What the formulas of the documentation call."""
+
+
+def test_written_formulas_are_the_functions():
+    """Every activation as it is written out, evaluated in float64, against the oracle's."""
+    g, u = (torch.linspace(-9, 9, 91, dtype=torch.float64).roll(7 * i) for i in (1, 3))
+    kinds = {key.split("(")[0] for key in FORMULAS}
+    assert kinds == {kind.value for kind in moe_ops.MoEActivation}
+    for key, function in FORMULAS.items():
+        rule = formula(key)
+        written = eval(rule.expression(), {**IN_FORMULAS, "g": g, "u": u})
+        wanted = function(g, u) if rule.gated else function(g)
+        torch.testing.assert_close(written, wanted, msg=f"{key}: {rule.expression()}")
+
+
+def test_gpus_that_ran_have_records():
+    """Tests of operators and layers are in the records of every GPU that support pages name."""
+    for gpu in support.MEASURED:
+        paths = RESULTS.glob(f"nvidia-{gpu.lower()}*/gpu_tests*.json")
+        ran = {name for path in paths for name in json.loads(path.read_text())["files"]}
+        assert {"tests/ops/test_expert_gemm.py", "tests/layer/test_layer_schemes.py"} <= ran, gpu
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"{gpu}s" in readme for gpu in support.MEASURED)
+    assert all(row.measured == tuple(support.MEASURED) for row in support.SUPPORT)
+
+
+def templates():
+    """Every text of the package, with ``..`` for what is formatted into it."""
+
+    def text(node):
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else ".."
+        parts = node.values if isinstance(node, ast.JoinedStr) else (node.left, node.right)
+        return "".join(text(x) if isinstance(x, TEXTS) else ".." for x in parts)
+
+    for path in (ROOT / "moe_ops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, TEXTS):
+                yield text(node)
+
+
+TEXTS = (ast.Constant, ast.JoinedStr, ast.BinOp)
+
+
+def test_errors_of_the_troubleshooting_page_are_those_of_the_package():
+    """Each quoted error is part of one text, word for word; its numbers are left out."""
+    page = (ROOT / "docs/support/errors.md").read_text()
+    quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    assert len(quoted) == len(re.findall(r"^### ", page, re.MULTILINE)) > 30
+    texts = set(templates())
+    gone = [error for error in quoted if not any(error in text for text in texts)]
+    assert not gone
