@@ -325,7 +325,7 @@ def whole_models() -> str:
     """The tables of whole models, and the plots of every GPU's record."""
     tables = models_report.report(report.read_records(RESULTS, "models.json"))
     shown = [
-        f"![{path.stem}, tokens per second]({_copied(path)})"
+        _picture(path, f"{path.stem}, tokens per second")
         for path in sorted(RESULTS.glob("*/models-*.png"))
     ]
     return "\n\n".join([tables, *shown])
@@ -356,11 +356,11 @@ def finetuning() -> str:
     return f"{report.markdown(head, lines, labels=1)}\n\n{how}"
 
 
-def _copied(path: Path) -> str:
-    """Copy a GPU's plot beside the tables; return the link of a page to it."""
+def _picture(path: Path, what: str) -> str:
+    """Copy a GPU's plot beside the tables; return it as a picture that opens in its own size."""
     target = f"{path.parent.name}-{path.name}"
     shutil.copy(path, OUTPUT / target)
-    return f"../generated/{target}"
+    return f"[![{what}](../generated/{target})](../generated/{target})"
 
 
 def plots() -> str:
@@ -375,8 +375,8 @@ def plots() -> str:
             roofline = path.with_name(f"roofline-{scheme}.png")
             parts += [
                 f"#### Plots: {gpu}, {scheme}",
-                f"![{scheme} on {gpu}, time against tokens]({_copied(path)})",
-                f"![{scheme} on {gpu}, rates against ceilings]({_copied(roofline)})",
+                _picture(path, f"{scheme} on {gpu}, time against tokens"),
+                _picture(roofline, f"{scheme} on {gpu}, rates against ceilings"),
             ]
     for path in sorted(RESULTS.glob("*.png")):
         shutil.copy(path, OUTPUT / path.name)

@@ -75,6 +75,7 @@ def test_the_site_loads_nothing_from_elsewhere():
     assert any("iframe-worker" in name for name in named)  # the name that the plug-in looks for
     assert all((ROOT / "docs" / name).exists() for name in named)
     assert not re.search(r"polyfills:.*http", config) and "font: false" in config
+    assert "navigation.footer" in config  # links to the pages before and after
 
 
 IN_FORMULAS = {
