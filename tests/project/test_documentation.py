@@ -6,6 +6,7 @@ import json
 import math
 import re
 import textwrap
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -129,11 +130,66 @@ def templates():
 TEXTS = (ast.Constant, ast.JoinedStr, ast.BinOp)
 
 
-def test_errors_of_the_troubleshooting_page_are_those_of_the_package():
-    """Each quoted error is part of one text, word for word; its numbers are left out."""
+def quoted_errors():
+    """The errors that are headings of the page, with ``..`` for numbers and names."""
     page = (ROOT / "docs/support/errors.md").read_text()
     quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
     assert len(quoted) == len(re.findall(r"^### ", page, re.MULTILINE)) > 30
+    return quoted
+
+
+def test_errors_of_the_troubleshooting_page_are_those_of_the_package():
+    """Each quoted error is part of one text, word for word; its numbers are left out."""
     texts = set(templates())
-    gone = [error for error in quoted if not any(error in text for text in texts)]
+    gone = [error for error in quoted_errors() if not any(error in text for text in texts)]
     assert not gone
+
+
+def wrong_calls():
+    """Calls that the page tells how to mend."""
+    x, w1, w2 = torch.randn(3, 256), torch.randn(4, 256, 256), torch.randn(4, 256, 128)
+    weights, ids = torch.rand(3, 2), torch.zeros(3, 2, dtype=torch.int32)
+    scheme, layer = "fp8_channel", moe_ops.FusedMoE(4, 2, 256, 128)
+    q1, q2 = (moe_ops.quantize_weight(w, scheme) for w in (w1, w2))
+
+    def config(name, s1=q1.scale, s2=q2.scale):
+        return moe_ops.FusedMoEQuantConfig(name, w1_scale=s1, w2_scale=s2)
+
+    def call(x=x, w1=w1, w2=w2, **rest):
+        return moe_ops.fused_experts(x, w1, w2, weights, ids, **rest)
+
+    def backward():
+        s1 = q1.scale.clone().requires_grad_()
+        call(w1=q1.data, w2=q2.data, quant_config=config(scheme, s1)).sum().backward()
+
+    per_expert = config("fp8_tensor", torch.ones(4), torch.ones(4))
+    yield partial(call, w1=w1[:, 1:])
+    yield partial(call, w1=q1.data)
+    yield partial(call, quant_config=scheme)
+    yield partial(call, quant_config=config("fp8_block128", None))
+    yield partial(call, w1=q1.data, w2=q2.data, quant_config=config("fp8_block128"))
+    yield partial(call, x.to("meta"))
+    yield partial(call, x.bfloat16())
+    yield partial(call, w1=w1.repeat(1, 2, 2)[:, ::2, ::2])
+    yield partial(moe_ops.fused_moe, x, w1, w2, torch.randn(3, 4), 9)
+    yield partial(call, global_num_experts=8)
+    yield partial(call, activation="tanh")
+    yield partial(call, activation="situ")
+    yield partial(moe_ops.get_scheme, "fp8")
+    yield partial(call, w1=q1.data, w2=q2.data, quant_config=per_expert, batch_invariant=True)
+    yield backward
+    yield partial(moe_ops.load_checkpoint, layer, {"experts.down_proj": w2}, progress=False)
+    yield partial(moe_ops.load_checkpoint, layer.to("meta"), {}, progress=False)
+    yield partial(moe_ops.quantize_, layer, "mxfp4_w4a8")
+
+
+def test_quoted_errors_come():
+    """Every wrong call raises an error of the page, each another one."""
+    patterns = {e: ".*".join(map(re.escape, e.split(".."))) for e in quoted_errors()}
+    seen = []
+    for call in wrong_calls():
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
+            call()
+        (found,) = (e for e, pattern in patterns.items() if re.match(pattern, str(error.value)))
+        seen.append(found)
+    assert len(set(seen)) == len(seen) == 18
