@@ -310,26 +310,6 @@ def test_plot(tmp_path):
     ]  # fmt: skip
 
 
-def test_every_line_of_a_plot_has_a_look_of_its_own(tmp_path, monkeypatch):
-    """One legend beside the panels names all; the estimate is no floor."""
-    pytest.importorskip("matplotlib")
-    plot, figures = import_module("plot"), []
-    monkeypatch.setattr(plot.plt, "close", figures.append)
-    impls = ["moe_ops", *(f"peer {i}" for i in range(8))]
-    rows = [row("mixtral", 1, impl) for impl in impls] + [row("qwen3-30b", 1, "moe_ops")]
-    plot.plot([vars(r) for r in rows], "title", tmp_path / "layer.png")
-    plot.roofline.plot([vars(r) for r in rows], "NVIDIA H200", "title", tmp_path / "roofline.png")
-    for figure in figures:
-        assert not any(axis.get_legend() for axis in figure.axes)
-        (legend,) = figure.legends
-        looks = {h.get_label(): h.get_marker() for h in legend.legend_handles}
-        assert {*impls} <= {*looks} and "floor" not in looks
-        assert len({looks[impl] for impl in impls}) == len(impls)
-    assert "estimate" in {line.get_label() for line in figures[0].axes[0].lines}
-    with pytest.raises(ValueError, match="impls must be at most 14"):
-        plot.roofline.marker("0", [str(i) for i in range(14)])
-
-
 BENCHES = {path.stem.removeprefix("bench_"): path for path in ROOT.glob("benchmarks/bench_*.py")}
 
 
