@@ -235,7 +235,7 @@ def gpu_tests() -> str:
         record = json.loads(path.read_text())
         failures = [t for file in record["files"].values() for t in file.get("failures", ())]
         counts = [f"{record[name]:,}" for name in ("passed", "failed", "skipped")]
-        told = ", ".join(f"`{name}`" for name in failures) or "-"
+        told = "<br>".join(f"`{name}`" for name in failures) or "-"
         lines.append([f"`{path.stem}`", record["gpu"], *_when(record), told, *counts])
     head = ["record", "GPU", "commit", "date", "which failed", "passed", "failed", "skipped"]
     tests = report.markdown(head, lines, labels=5)
