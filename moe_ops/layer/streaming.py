@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_ops import checks
 from moe_ops.layer.own_names import OwnNames
 from moe_ops.layer.placing import Placing
+from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.layer.router_tensors import LogitsBiasError
 from moe_ops.layer.shared import shared_hint
 from moe_ops.layer.state import STATE
@@ -65,11 +66,13 @@ class StreamsWeights(WeightLoading):
                 names of two layers if this one has no prefix; a layer on ``meta``; zero points of
                 AWQ or GPTQ, whose order cannot be known here.
             TypeError: a wrong dtype; an item that is not a pair of a name and a tensor.
-            NotImplementedError: weights in act-order, which `load_checkpoint` takes.
+            NotImplementedError: weights in act-order, which `load_checkpoint` takes; weights that
+                a wrapper holds or computes (`fully_shard`, a parametrization).
 
         Source:
             vLLM ``FusedMoE.load_weights``.
         """
+        check_own_weights(self)
         if self.w13_weight.is_meta:
             raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
         has_shared = bool(self.routing["num_fused_shared_experts"])
