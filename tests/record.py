@@ -3,8 +3,8 @@
 Environment variables:
 
 * ``MOE_OPS_RECORD``: the file to write, or to merge into if it is of this commit.
-* ``MOE_OPS_PART``: which part of the suite this run is, such as ``1/2``. The record is complete once
-  all parts of that number are in it. A run that names no part leaves no record complete.
+* ``MOE_OPS_PART``: which part of the suite this run is, such as ``1/2``. The record is complete
+  once all parts of that number are in it. A run that names no part leaves no record complete.
 * ``MOE_OPS_COMMIT``: the commit, where git cannot say it (a copied tree).
 """
 

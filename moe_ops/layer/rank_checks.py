@@ -235,7 +235,7 @@ def check_own_weights(layer: ExpertLayer) -> None:
     """
     reason = taken_by(held_by(layer))
     if reason is not None:
-        raise NotImplementedError(f"layer must hold its weights as its own parameters, got {reason}")
+        raise NotImplementedError(f"layer must hold its weights as own parameters, got {reason}")
 
 
 def held_by(layer: ExpertLayer) -> dict[str, Tensor | None]:
