@@ -14,7 +14,6 @@ from torch import Tensor
 from moe_ops import checks
 from moe_ops.layer.own_names import OwnNames
 from moe_ops.layer.placing import Placing
-from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.layer.router_tensors import LogitsBiasError
 from moe_ops.layer.shared import shared_hint
 from moe_ops.layer.state import STATE
@@ -72,7 +71,6 @@ class StreamsWeights(WeightLoading):
         Source:
             vLLM ``FusedMoE.load_weights``.
         """
-        check_own_weights(self)
         if self.w13_weight.is_meta:
             raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
         has_shared = bool(self.routing["num_fused_shared_experts"])
