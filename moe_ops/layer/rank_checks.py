@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ops.activation import kind_and_key
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.options import OF_THE_CONFIG, FusedMoEOptions
+from moe_ops.layer.parameters import parameter_specs
 from moe_ops.loading.names import ROUTER_TENSORS
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.pipeline.exchange.base import is_capturing
@@ -223,3 +225,44 @@ def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:
             "which hold different experts, got a view of a FlatParameter: leave the layer out "
             "(ignored_modules), or use fully_shard with a mesh of replicas"
         )
+
+
+def check_own_weights(layer: ExpertLayer) -> None:
+    """Check that a layer's weights are its own parameters, whole, before they are overwritten.
+
+    Raises:
+        NotImplementedError: they are not: see `taken_by`.
+    """
+    reason = taken_by(held_by(layer))
+    if reason is not None:
+        raise NotImplementedError(f"layer must hold its weights as own parameters, got {reason}")
+
+
+def held_by(layer: ExpertLayer) -> dict[str, Tensor | None]:
+    """Return the tensors of a layer's experts by name, as the layer sees them."""
+    return {name: getattr(layer, name) for name in parameter_specs(layer.sizes)}
+
+
+def taken_by(tensors: Mapping[str, Tensor | None]) -> str | None:
+    """Say which of a module's weights a wrapper holds or computes; None: the module has them all.
+
+    `fully_shard` leaves a `DTensor` with a part of the numbers, and `FullyShardedDataParallel` a
+    view of one axis or no parameter. Parametrizations and pruning compute the weight from another
+    tensor, and would overwrite what is written to it.
+    """
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if hasattr(x, "device_mesh"):
+            return (
+                f"{name} as a DTensor: call this before fully_shard, or load the state dict of a "
+                "plain layer with torch.distributed.checkpoint.state_dict.set_model_state_dict "
+                "(full_state_dict=True)"
+            )
+        if not isinstance(x, nn.Parameter) or (x.dim() == 1 and name.endswith("_weight")):
+            return (
+                f"{name} from a wrapper (a parametrization, pruning or FullyShardedDataParallel): "
+                "call this before wrapping, or take the wrapper off (remove_parametrizations, "
+                "prune.remove, summon_full_params)"
+            )
+    return None
