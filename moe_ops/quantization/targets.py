@@ -62,7 +62,7 @@ class Target(ABC):
             NotImplementedError: a module of another kind or layout.
             ValueError: weights that are quantized already, or that the scheme cannot hold.
         """
-        taken = taken_by(self.held())
+        taken = taken_by(self.module, self.held())
         refusal = self.refusal(scheme)
         if taken is not None:
             refusal = NotImplementedError, f"it has {taken}"

@@ -233,6 +233,7 @@ def test_weights_that_a_wrapper_holds(mesh, source):
     """Nothing is written to what the wrapper replaces later; the error says what to do."""
     wrappers = {
         "fully_shard": lambda layer: fully_shard(layer, mesh=mesh),
+        "unshard": lambda layer: fully_shard(layer, mesh=mesh).unshard(),
         "a parametrization": lambda layer: parametrize.register_parametrization(
             layer, "w13_weight", nn.Tanh()
         ),
