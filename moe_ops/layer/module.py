@@ -126,8 +126,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             self.placement.num_local_experts, self.hidden_size, intermediate_size,
             self.checkpoint_scheme, kind.is_gated, kind.is_interleaved, given.has_bias, dtype,
         )  # fmt: skip
-        if parallel.tp_size > 1:
-            self.sizes = self.aligned_sizes()
+        self.sizes = self.aligned_sizes()
         self.given_scales = GivenScales()
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod

@@ -50,6 +50,10 @@ class Placing:
         self.specs = parameter_specs(layer.sizes)
         self.router = RouterTensors(layer)
         self.has_shared = bool(layer.routing["num_fused_shared_experts"])
+        self.saved = layer.saved_sizes()
+        """The sizes that a saved layer has."""
+        self.is_saved: bool | None = None
+        """Whether tensors by the layer's own names have these sizes; None: not known yet."""
         self.loaded: list[str] = []
         self.duplicated: list[str] = []
         self.unexpected: list[str] = []
@@ -86,6 +90,7 @@ class Placing:
     def finish(self) -> None:
         """Place the tensors that had to wait for other tensors."""
         later, self._later = self._later, []
+        self.is_saved = bool(self.is_saved)
         for entry, piece in later:
             if self._waits(entry, piece):
                 field = "awq" if piece.suffix == "qzeros" else "transposed"
@@ -199,6 +204,8 @@ class Placing:
     def _waits(self, entry: Entry, piece: Piece) -> bool:
         """Whether the tensor's layout is not known yet. The shape of the tensor may show it."""
         layout = self.layout
+        if self.is_saved is None and self._is_own(entry) and self._differs_when_saved():
+            return True
         if piece.suffix in ("qweight", "qzeros") and layout.awq is None:
             if piece.suffix == "qzeros":
                 return True
@@ -207,9 +214,19 @@ class Placing:
         if self._may_be_transposed(piece) and layout.transposed is None:
             form, shape = self._form(piece), tuple(entry.read().shape[1:])
             if form.n == form.k:  # the layer's own names are never transposed
-                return entry.name.rpartition(".")[2] not in self.specs
+                return not self._is_own(entry)
             self.layout = replace(layout, transposed=shape == (form.k, form.n))
         return False
+
+    def _is_own(self, entry: Entry) -> bool:
+        """Whether a tensor has the name of a parameter of the layer."""
+        return entry.name.rpartition(".")[2] in self.specs
+
+    def _differs_when_saved(self) -> bool:
+        """Whether a saved layer has other blocks or another I than its checkpoint."""
+        sizes, layer = self.saved, self.layer
+        same_width = sizes.intermediate_size == layer.intermediate_size
+        return not (same_width and sizes.scheme == layer.checkpoint_scheme)
 
     def _may_be_transposed(self, piece: Piece) -> bool:
         one_or_packed = piece.expert is not None or piece.is_shared
@@ -221,6 +238,11 @@ class Placing:
         if spec is None:
             raise ValueError("no parameter takes it")
         form = self.layer.form(spec, piece.shard, self.layout)
+        if piece.is_saved:
+            n, k = self.saved.weights["w13" if spec.is_w13 else "w2"]
+            hidden = self.layer.model_hidden_size
+            sizes = (n, hidden) if spec.is_w13 else (hidden, k)
+            return form._replace(n=sizes[0], k=sizes[1], quant=self.saved.scheme.weight)
         if not piece.is_shared:
             return form
         count = self.layer.routing["num_fused_shared_experts"]
@@ -244,6 +266,7 @@ class Placing:
     def _put(self, entry: Entry, piece: Piece) -> None:
         """Read a tensor and copy it to the rows of its experts."""
         x, layer, experts = entry.read(), self.layer, self._experts(piece)
+        piece = piece._replace(is_saved=bool(self.is_saved) and self._is_own(entry))
         of_all = piece.expert is None and not piece.is_shared
         if of_all:
             self._check_count(x, len(experts))
@@ -338,7 +361,9 @@ class Placing:
             interleaved = self.layer.sizes.interleaved
         stored = stored_as(entry.read())
         problem = stored.differs_from(quant, interleaved=interleaved)
-        if problem:
+        saved = None if self.quantize else self.saved.scheme.weight
+        self.is_saved = stored.differs_from(saved, interleaved=interleaved) is None
+        if problem and not self.is_saved:
             raise ValueError(f"{entry.name}: {problem}")
         if stored.form != PLAIN:
             raise ValueError(

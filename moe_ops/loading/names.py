@@ -57,6 +57,8 @@ class Piece(NamedTuple):
     """None: all experts, along the first axis."""
     is_shared: bool = False
     """Whether the tensor is of the shared experts, which are side by side along I."""
+    is_saved: bool = False
+    """Whether the tensor is a parameter of a saved layer, whose blocks may be refined."""
 
 
 class RouterTensor(NamedTuple):
