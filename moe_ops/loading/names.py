@@ -180,6 +180,15 @@ def is_of_experts(name: str) -> bool:
     return re.match(rf"experts\.|{_EXPERT}\.({_PROJECTION})\.|(w13|w2)_", name) is not None
 
 
+def scaled_experts(name: str) -> str | None:
+    """Return the experts module that a tensor of scales of one expert belongs to; else None.
+
+    ``model.layers.3.mlp.experts.0.gate_proj.weight_scale`` is of ``model.layers.3.mlp.experts``.
+    """
+    match = re.fullmatch(rf"(.+)\.{_EXPERT}\.(?:{_PROJECTION})\.({_SUFFIX})", name)
+    return match[1] if match and KINDS[match[3]] == "scale" else None
+
+
 def split_at_experts(name: str, *, has_shared: bool) -> tuple[str, str] | None:
     """Split a name before its experts or its router's tensor; None: it has neither.
 
