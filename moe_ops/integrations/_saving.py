@@ -263,7 +263,9 @@ def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path
         ValueError: experts that the model does not have, or that the record does not have; a broken
             file.
     """
-    known = [name for name, module in _reach.expert_modules(model, "") if _reach.is_decorated(module)]
+    known = [
+        name for name, module in _reach.expert_modules(model, "") if _reach.is_decorated(module)
+    ]
     for name in record:
         if name not in known:
             raise ValueError(

@@ -248,6 +248,21 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
     return _regrouped(x, 1, form.k, quant, own)
 
 
+def check_symmetric(words: Tensor, offset: int, layout: CheckpointLayout) -> None:
+    """Check that zero points of a symmetric scheme are the offset; GPTQ may store one less.
+
+    Raises:
+        ValueError: other zero points.
+    """
+    values = words.contiguous().flatten().view(torch.uint8)
+    codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
+    offsets = [offset]
+    if layout.zeros_plus_one is not False and not layout.awq:
+        offsets.append(offset - 1)
+    if not any(bool((codes == number).all()) for number in offsets):
+        raise ValueError(f"zero points must all be {offset} for a scheme without them")
+
+
 def _factor(x: Tensor, suffix: str, form: Form) -> Tensor:
     """Return one number that multiplies, also if the checkpoint stores its reciprocal."""
     _expect_dtype(x, *FLOATS)
