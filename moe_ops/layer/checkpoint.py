@@ -78,9 +78,10 @@ def load_checkpoint(
     ``experts.3.w1.weight``) or of all experts (``experts.gate_up_proj``,
     ``experts.down_proj_blocks``, ``w13_weight``), with the scales and zero points of fine-grained
     fp8, compressed-tensors, ModelOpt, AWQ, GPTQ and gpt-oss. If a scheme's blocks do not fit a
-    rank's part of I, they are refined: see `aligned_sizes`. Columns in act-order (``g_idx``) are
-    sorted by group, without loss: columns of the down projection cost nothing later, while gate and
-    up need the tokens' columns in their order, which the layer keeps as ``w13_input_order``.
+    rank's part of I, they are refined: see `aligned_sizes`. A saved layer's state dict may hold
+    refined blocks, too. Columns in act-order (``g_idx``) are sorted by group, without loss: columns
+    of the down projection cost nothing later, while gate and up need the tokens' columns in their
+    order, which the layer keeps as ``w13_input_order``.
 
     Formats with equal tensors are told apart by ``_extra_state`` of a saved layer, or by what
     ``config.json`` and the files of quantization tools beside the tensors say about these experts

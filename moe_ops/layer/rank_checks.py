@@ -260,7 +260,8 @@ def taken_by(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> str | N
         if hasattr(x, "device_mesh") or module in _SHARDED:
             return (
                 f"{name} under fully_shard: call this before fully_shard, or load the state dict "
-                "of a plain layer with torch.distributed.checkpoint.state_dict.set_model_state_dict "
+                "of a plain layer with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict "
                 "(full_state_dict=True)"
             )
         if not isinstance(x, nn.Parameter) or (x.dim() == 1 and name.endswith("_weight")):

@@ -145,16 +145,8 @@ class WeightLoading(LoadSteps, PacksWeights):
         """Check that one tensor by itself can be loaded into a parameter.
 
         Raises:
-            ValueError: gate and up share blocks of scales.
             NotImplementedError: the layer holds weights in act-order, and their order would stay.
         """
-        in_halves = spec.kind in ("scale", "zero_point") and self.sizes != self.aligned_sizes()
-        if in_halves and shard_id != "w2" and not self._is_channel():
-            raise ValueError(
-                f"quant_config must have blocks that divide the intermediate size "
-                f"{self.intermediate_size} (as {self.aligned_sizes().scheme.name}), so that gate "
-                f"and up have scales of their own, got {self.sizes.scheme.name}"
-            )
         if spec.kind == "weight" and self.w13_input_order is not None:
             raise NotImplementedError(
                 "weights must be loaded by load_checkpoint into a layer that holds others in "
