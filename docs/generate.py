@@ -236,9 +236,10 @@ def gpu_tests() -> str:
         failures = [t for file in record["files"].values() for t in file.get("failures", ())]
         counts = [f"{record[name]:,}" for name in ("passed", "failed", "skipped")]
         told = "<br>".join(f"`{name}`" for name in failures) or "-"
-        lines.append([f"`{path.stem}`", record["gpu"], *_when(record), told, *counts])
-    head = ["record", "GPU", "commit", "date", "which failed", "passed", "failed", "skipped"]
-    tests = report.markdown(head, lines, labels=5)
+        whole = "yes" if record.get("complete") else "no"
+        lines.append([f"`{path.stem}`", record["gpu"], *_when(record), whole, told, *counts])
+    head = ["record", "GPU", "commit", "date", "all parts", "which failed"]
+    tests = report.markdown([*head, "passed", "failed", "skipped"], lines, labels=6)
     lines = []
     for path in sorted(RESULTS.glob("*/sanitizer.json")):
         record = json.loads(path.read_text())
