@@ -27,7 +27,7 @@ export TOKENIZERS_PARALLELISM := false
 # kept, also where the environment says not to: tests start processes, and both legs collect.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest test-vllm mutants gpu-test sanitize bench bench-stages tools lint clean
+.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest test-vllm mutants gpu-test gpu-test-pair sanitize bench bench-stages tools lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -91,10 +91,31 @@ ONLY ?=
 mutants: $(READY)
 	$(PY) tests/mutants.py -j $(WORKERS) --only "$(ONLY)"
 
-# The same tests on the real kernels; parts of the same commit merge into one record.
+# The same tests on the real kernels; parts of the same commit merge into one record, which says
+# "complete" once it holds all of them. GPU_PART=1/2 and GPU_PART=2/2 run half of the suite each, in
+# less than ten minutes with WORKERS=26 on an H100. PART= runs some files, and completes nothing.
+# Left out: what needs no GPU and takes long, and the file that needs two GPUs.
+GPU_PART ?= 1/1
+GPU_PART_1/2 := tests/pipeline tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench
+GPU_PART_2/2 := tests/ops tests/project
+GPU_PART_1/1 := $(GPU_PART_1/2) $(GPU_PART_2/2)
+GPU_LEFT_OUT := tests/project/test_mutants.py tests/project/test_readme.py tests/layer/test_layer_distributed.py
+GPU_WHOLE := $(filter tests,$(PART))
+GPU_TESTS := $(if $(GPU_WHOLE),$(addprefix --ignore=,$(GPU_LEFT_OUT)) $(GPU_PART_$(GPU_PART)),$(PART))
+ON_GPU = $(TEST_ENV) MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")
+AS_ON_GPU := --dist worksteal -m "not aot and not install and not vllm"
 gpu-test: $(READY)
-	$(TEST_ENV) MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")/gpu_tests.json \
-	  $(PY) -m pytest $(PART) -n $(WORKERS)
+	$(if $(GPU_PART_$(GPU_PART)),,$(error GPU_PART must be 1/1, 1/2 or 2/2, got $(GPU_PART)))
+	$(ON_GPU)/gpu_tests.json $(if $(GPU_WHOLE),MOE_OPS_PART=$(GPU_PART)) \
+	  $(PY) -m pytest $(GPU_TESTS) -n $(WORKERS) $(AS_ON_GPU)
+
+# What two GPUs run, into a record of its own: exchanges between processes and moves of experts.
+GPU_PAIR := tests/layer/test_layer_distributed.py tests/layer/test_layer_ranks.py \
+  tests/pipeline/test_symmetric_exchange.py tests/pipeline/test_symmetric_batched_exchange.py \
+  tests/ops/test_symmetric.py tests/ops/test_symmetric_batched.py tests/ops/test_symmetric_sizes.py tests/ops/test_eplb.py
+gpu-test-pair: $(READY)
+	$(ON_GPU)/gpu_tests_two_gpus.json MOE_OPS_PART=1/1 \
+	  $(PY) -m pytest $(GPU_PAIR) -k "nccl or symmetric or eplb or 2-" -n $(WORKERS) $(AS_ON_GPU)
 
 # Every kernel on small problems under NVIDIA's compute-sanitizer: at most 9 minutes. SHARE=1/2 and
 # SHARE=2/2 run half of the cases each; shares of the same commit merge into one record. Needs a GPU
@@ -141,6 +162,7 @@ lint: $(TOOLS)
 docs: $(READY) $(DOCS)/ready
 	$(PY) docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	! grep -rl --include='*.html' 'src="http' build/site # pages load nothing from elsewhere
 
 $(DOCS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS)

@@ -21,6 +21,14 @@ INDICES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
 MAX_SIZE = 2**31 - 1
 LARGEST_FACTOR = torch.finfo(torch.float32).max
+TORCHSCRIPT = (
+    "TorchScript (torch.jit.trace, torch.jit.script, torch.onnx.export with dynamo=False) must not "
+    "contain moe_ops: use torch.export.export or torch.compile"
+)
+SYMBOLIC = (
+    "torch.fx.symbolic_trace cannot trace moe_ops: use torch.export.export, or a torch.fx.Tracer "
+    "whose is_leaf_module is true for moe_ops.FusedMoE"
+)
 REMEMBERED = 4096
 """The most sets of arguments that one check caches. Token counts are part of a set."""
 
@@ -43,10 +51,14 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             key = described((*arguments, *named.items()))
             known = key in passed
         # An unhashable value or a tensor without strides: symbolic, or the check will raise.
-        except (TypeError, RuntimeError):
+        except (TypeError, RuntimeError) as error:
+            if "as a constant" in str(error):  # the tracer's own error, after which it is gone
+                raise NotImplementedError(TORCHSCRIPT) from error
+            not_traced()
             check(*arguments, **named)
             return
         if not known:
+            not_traced()
             check(*arguments, **named)
             if len(passed) >= REMEMBERED:
                 passed.clear()
@@ -73,9 +85,23 @@ def described(arguments: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def not_traced() -> None:
+    """Check that `torch.jit.trace` does not trace this call.
+
+    Sizes are tensors while it traces, so no call is known to `remembered` then.
+
+    Raises:
+        NotImplementedError: it does; so does `torch.onnx.export` with ``dynamo=False``.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(TORCHSCRIPT)
+
+
 def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype] | None) -> None:
     """Check that ``x`` is a dense tensor with ``ndim`` axes and one of ``dtypes`` (None: any)."""
     if not isinstance(x, Tensor):
+        if isinstance(x, torch.fx.Proxy):
+            raise NotImplementedError(f"{name} must be a Tensor, got Proxy: {SYMBOLIC}")
         hint = " (pass its data)" if isinstance(x, tuple) and hasattr(x, "data") else ""
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}{hint}")
     if x.layout is not torch.strided or x.is_nested:

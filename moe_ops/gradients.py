@@ -57,10 +57,33 @@ def message(
     )
 
 
+TRANSFORMS = {
+    "Grad": "torch.func.grad and what is made of it (vjp, jacrev): take gradients with backward() "
+    "or torch.autograd.grad (torch.autograd.functional.jacobian for jacrev)",
+    "Jvp": "torch.func.jvp and what is made of it (jacfwd, hessian): take gradients in reverse "
+    "mode, with backward() or torch.autograd.grad",
+    "Vmap": "torch.vmap of calls that record gradients: call it under torch.no_grad(), which runs "
+    "samples one by one, or loop over the samples",
+    "Functionalize": "torch.func.functionalize: use torch.export.export or torch.compile, "
+    "or call under torch.no_grad()",
+}
+"""What an error says about a transform of ``torch.func``, by torch's name for its kind."""
+
+
+def _in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs this call."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def check_transforms(function: str) -> None:
-    """Raise NotImplementedError under a transform of ``torch.func``, such as ``grad``."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(message(function))
+    """Check that a function with gradients is not called by a transform of ``torch.func``.
+
+    Raises:
+        NotImplementedError: it is; the error names the transform, and what to use instead.
+    """
+    if _in_transform():
+        kind = torch._C._functorch.peek_interpreter_stack().key().name
+        raise NotImplementedError(f"{function} does not take {TRANSFORMS[kind]}")
 
 
 def inference_only(function: Callable[P, R]) -> Callable[P, R]:
@@ -211,7 +234,8 @@ def refuse(out: Any, inputs: list[Tensor], function: str, reason: str = TRAINED)
     """
     if not inputs:
         return out
-    check_transforms(function)
+    if _in_transform():
+        raise NotImplementedError(message(function, reason=reason))
     if isinstance(out, tuple):
         parts = [refuse(x, inputs, function, reason) for x in out]
         return out._make(parts) if hasattr(out, "_make") else tuple(parts)
@@ -258,7 +282,8 @@ def check_forward_mode(name: str, args: Any) -> None:
     implementation runs.
     """
     if forward_ad._current_level >= 0 and any(x.is_floating_point() for x in _tensors(args)):
-        raise NotImplementedError(message(name, "forward-mode derivatives"))
+        instead = "take gradients in reverse mode, with backward() or torch.autograd.grad"
+        raise NotImplementedError(message(name, "forward-mode derivatives", instead=instead))
 
 
 def refusing(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

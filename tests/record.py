@@ -1,4 +1,12 @@
-"""The record of `make gpu-test`: test outcomes on this GPU, merged over parts of one commit."""
+"""The record of `make gpu-test`: test outcomes on this GPU, merged over parts of one commit.
+
+Environment variables:
+
+* ``MOE_OPS_RECORD``: the file to write, or to merge into if it is of this commit.
+* ``MOE_OPS_PART``: which part of the suite this run is, such as ``1/2``. The record is complete
+  once all parts of that number are in it. A run that names no part leaves no record complete.
+* ``MOE_OPS_COMMIT``: the commit, where git cannot say it (a copied tree).
+"""
 
 from __future__ import annotations
 
@@ -14,15 +22,42 @@ from pathlib import Path
 import pytest
 import torch
 
+UNKNOWN = "unknown"
 EXAMPLES = "hypothesis_examples"
 
 
 def commit() -> str:
-    """``MOE_OPS_COMMIT``, else git's commit, else "unknown"."""
+    """``MOE_OPS_COMMIT``, else git's commit, else `UNKNOWN`."""
     if "MOE_OPS_COMMIT" in os.environ:
         return os.environ["MOE_OPS_COMMIT"]
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    except FileNotFoundError:  # no git
+        return UNKNOWN
+    return done.stdout.strip() or UNKNOWN
+
+
+def pytest_configure(config):
+    """Refuse a record of an unknown commit before tests run: parts could not be told apart."""
+    if os.environ.get("MOE_OPS_RECORD") and commit() == UNKNOWN:
+        raise pytest.UsageError("MOE_OPS_COMMIT must name the commit where git cannot say it")
+
+
+def parts_run(previous: dict, part: str | None, run: dict) -> tuple[dict[str, dict], bool]:
+    """The parts of the suite that a record holds, and whether these are all.
+
+    Args:
+        previous: the record to merge into; empty if there is none of this commit.
+        part: which part this run was, such as ``1/2``; None: none, or it did not end.
+        run: what the record says of this run.
+    """
+    if part is None:
+        return {}, False
+    count = part.split("/")[1]
+    known = previous.get("parts", {})
+    parts = {name: old for name, old in known.items() if name.split("/")[1] == count}
+    parts = dict(sorted({**parts, part: run}.items()))
+    return parts, set(parts) == {f"{i + 1}/{count}" for i in range(int(count))}
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -72,8 +107,13 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         return
     path = Path(target)
     previous = json.loads(path.read_text()) if path.exists() else {}
-    if previous.get("commit") == commit():
-        files = {**previous["files"], **files}
+    if previous.get("commit") != commit():
+        previous = {}
+    command = " ".join(["pytest", *config.invocation_params.args])
+    ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    part = os.environ.get("MOE_OPS_PART") if ended and not config.option.maxfail else None
+    parts, complete = parts_run(previous, part, {"command": command, "files": len(files)})
+    files = {**previous.get("files", {}), **files}
     total: Counter[str] = Counter()
     for counts in files.values():
         total.update({k: v for k, v in counts.items() if isinstance(v, int)})
@@ -86,7 +126,9 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "python": sys.version.split()[0],
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["pytest", *config.invocation_params.args]),
+        "command": command,
+        "parts": parts,
+        "complete": complete,
         **total,
         "files": dict(sorted(files.items())),
     }

@@ -41,7 +41,17 @@ from moe_ops.dispatch.portable import (
     weight_only_tiles,
 )
 from moe_ops.dispatch.problem import EACH, STORED, GemmProblem, without_sum
-from moe_ops.dispatch.tiles import Gemm, TileConfig, is_direct
+from moe_ops.dispatch.tiles import (
+    ROW_TILES,
+    TALL_ROW_TILE,
+    Gemm,
+    TileConfig,
+    is_direct,
+    one_row_tile,
+    own_plan,
+    plan_sizes,
+    with_own_plan,
+)
 from moe_ops.dispatch.tuned import DEFAULT, Choice
 from moe_ops.dispatch.tuned_file import scaled_group
 from moe_ops.scheme import WHOLE, Scheme, get_scheme
@@ -52,6 +62,10 @@ TOKEN_SUM = f"{TOKEN}_sum"
 """Names of the kernels that `dispatch.hopper` does not name."""
 PIPELINE_LIMIT = 64
 """Row tile from which Triton 3.6 cannot pipeline a Blackwell product with a computed operand."""
+
+
+PORTABLE_TALL = one_row_tile(ROW_TILES[-1])
+"""Row tile of the portable kernels where Hopper's kernels take 192 rows."""
 
 
 class BufferSpec(NamedTuple):
@@ -274,6 +288,10 @@ def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan 
     elif _is_block_scaled(scheme, device):
         kernel = BLOCK_SCALED
     scratch = _quantized(problem) if problem.rows != STORED else ()
+    if own_plan(problem.sizes, choice.plain):
+        own = with_own_plan(problem.sizes, choice.plain)
+        entries = plan_sizes(own.num_slots, own.num_experts, own.rule).entries
+        scratch = (*scratch, BufferSpec("plan", 4 * entries))
     return GemmPlan(kernel, choice.plain, False, 0, scratch, choice.source)
 
 
@@ -340,7 +358,10 @@ def analytic_tiles(problem: GemmProblem, device: Device) -> TileConfig:
     scheme = get_scheme(problem.scheme)
     sizes, bits = stored_gemm(problem.sizes, scheme)
     if scheme.weight is None:
-        return gemm_tiles(sizes, device)
+        # Only Hopper's kernels take 192 rows. If the routing is known, two launches sort the slots
+        # again, and the weight is read from L2 half as often as by tiles of 64 rows.
+        sorts = problem.num_tokens is not None and sizes.row_tile == TALL_ROW_TILE
+        return gemm_tiles(sizes._replace(rule=PORTABLE_TALL) if sorts else sizes, device)
     if problem.quant is None:
         return weight_only_tiles(sizes, bits, device)
     return scaled_gemm_tiles(sizes, _groups(problem, scheme), device)

@@ -254,6 +254,16 @@ def max_programs(gemm: Gemm, config: TileConfig) -> int:
     return max_row_tiles(gemm.num_slots, gemm.num_experts, tile) * blocks
 
 
+def own_plan(gemm: Gemm, config: TileConfig) -> bool:
+    """Whether a kernel sorts the slots again because its tiles do not divide the plan's."""
+    return gemm.row_tile % config.block_m != 0
+
+
+def with_own_plan(gemm: Gemm, config: TileConfig) -> Gemm:
+    """The sizes of a GEMM over a plan that has the kernel's row tile."""
+    return gemm._replace(rule=one_row_tile(config.block_m))
+
+
 def cuts_up(gemm: Gemm, config: TileConfig) -> int | None:
     """BLOCK_M if smaller than the plan's row tile, else None."""
     return None if config.block_m == gemm.row_tile else config.block_m

@@ -31,13 +31,10 @@ def new_layer(experts: Any, scheme: Scheme | None) -> FusedMoE:
     first = experts.gate_up_proj if experts.has_gate else experts.up_proj
     num_experts, *sizes = experts.down_proj.shape
     hidden, width = reversed(sizes) if experts.is_transposed else sizes
-    layer = FusedMoE(
+    return FusedMoE(
         num_experts, 1, hidden, width, scheme=scheme, params_dtype=first.dtype,
         activation=_storage_activation(experts), has_bias=experts.has_bias, device="meta",
     )  # fmt: skip
-    layer.sizes = layer.aligned_sizes()
-    layer.quant_method.create_weights(layer, layer.sizes, "meta")
-    return layer
 
 
 def _storage_activation(experts: Any) -> str:

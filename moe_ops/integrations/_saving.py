@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_ops.integrations import _reach
@@ -29,7 +32,10 @@ from moe_ops.integrations._layers import LAYER, NAME, new_layer, put_layer, quan
 from moe_ops.layer import load_checkpoint
 from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.loading.compressed import format_of, quantization_config
-from moe_ops.loading.names import PROJECTIONS
+from moe_ops.loading.files import weight_map
+from moe_ops.loading.names import PROJECTIONS, scaled_experts
+from moe_ops.loading.safetensors import SafetensorsFile
+from moe_ops.loading.sources import INDEX
 from moe_ops.scheme import Scheme, get_scheme
 
 RECORD = "moe_ops"
@@ -105,6 +111,7 @@ class MoeOpsQuantizer(HfQuantizer):
         """Give experts modules layers on ``meta``, for which transformers chooses the devices."""
         self._folder = Path(rest["checkpoint_files"][0]).parent
         record = _read_record(model.config)
+        _check_record(record, model, map(Path, rest["checkpoint_files"]))
         for name, entry in record.items():
             experts = model.get_submodule(name)
             put_layer(experts, new_layer(experts, get_scheme(entry["scheme"])))
@@ -140,8 +147,12 @@ def from_pretrained(path: Any, *, auto_class: Any = AutoModelForCausalLM, **argu
         **arguments: its other arguments, such as ``dtype`` and ``device_map``, except those in
             `FIXED` and `OF_RANKS`. ``config`` is copied.
 
+    Returns:
+        The model, with quantized experts.
+
     Raises:
-        ValueError: a model that was not saved so; tensors that are missing or broken; another
+        ValueError: a model that was not saved so; experts that the configuration and the model or
+            its files do not share; tensors that are missing; a broken file; another
             ``experts_implementation``; an argument in `FIXED`.
         NotImplementedError: an argument in `OF_RANKS`.
     """
@@ -161,13 +172,44 @@ def from_pretrained(path: Any, *, auto_class: Any = AutoModelForCausalLM, **argu
                     f"{name} must be left out, because {rule}, got {arguments[name]!r:.200}"
                 )
     config = arguments.pop("config", None)
+    hub = {name: arguments[name] for name in OF_HUB if name in arguments}
     if config is None:
-        hub = {name: arguments[name] for name in OF_HUB if name in arguments}
         config = AutoConfig.from_pretrained(path, **hub)
     config = copy.deepcopy(config)
     _read_record(config)
     config.quantization_config = {"quant_method": NAME}
-    return auto_class.from_pretrained(path, config=config, **arguments)
+    try:
+        return auto_class.from_pretrained(path, config=config, **arguments)
+    except (SafetensorError, JSONDecodeError):
+        _refuse_broken_files(path, hub)
+        raise
+
+
+def _refuse_broken_files(path: Any, hub: dict[str, Any]) -> None:
+    """Raise ValueError with the name of a broken file, which errors of transformers leave out."""
+    hub = {name: x for name, x in hub.items() if name not in ("trust_remote_code", "code_revision")}
+    config = cached_file(path, "config.json", **hub)
+    folder = Path(config or path).parent
+    if (folder / INDEX).exists():
+        weight_map(folder / INDEX)
+    for file in sorted(folder.glob("*.safetensors")):
+        SafetensorsFile(file)
+
+
+class _QuantizerOfParts:
+    """The ``hf_quantizer`` of a model that has none, but of which parts are quantized.
+
+    `moe_ops.quantize_` sees the part that it is given, and not the model around it, whose
+    ``save_pretrained`` asks for this attribute. An attribute of the model itself comes first.
+    """
+
+    def __get__(self, model: PreTrainedModel | None, owner: type) -> MoeOpsQuantizer:
+        if model is None or next(_quantized(model), None) is None:
+            raise AttributeError("hf_quantizer")
+        return MoeOpsQuantizer(MoeOpsConfig())
+
+
+PreTrainedModel.hf_quantizer = _QuantizerOfParts()  # type: ignore[attr-defined]
 
 
 def other_method(model: nn.Module) -> str:
@@ -208,7 +250,40 @@ def _read_record(config: Any) -> dict[str, Any]:
             f"config must have an entry {RECORD!r}, as save_pretrained writes it for a model that "
             f"moe_ops.quantize_ has quantized, got {record!r}"
         )
+    for name, entry in record.items():
+        said = entry if isinstance(entry, dict) else {}
+        if not all(isinstance(said.get(key), str) for key in ("scheme", "checkpoint")):
+            raise ValueError(
+                f"config.{RECORD} must have a scheme and a checkpoint for {name}, got {entry!r}"
+            )
     return record
+
+
+def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path]) -> None:
+    """Check that a record has the experts of the model whose tensors in the files are quantized.
+
+    Raises:
+        ValueError: experts that the model does not have, or that the record does not have; a broken
+            file.
+    """
+    known = [
+        name for name, module in _reach.expert_modules(model, "") if _reach.is_decorated(module)
+    ]
+    for name in record:
+        if name not in known:
+            raise ValueError(
+                f"config.{RECORD} must name experts modules of the model ({', '.join(known)}), got "
+                f"{name!r}"
+            )
+    stored = {entry["checkpoint"] for entry in record.values()}
+    for file in files:
+        for tensor in SafetensorsFile(file).names():
+            experts = scaled_experts(tensor)
+            if experts is not None and experts not in stored:
+                raise ValueError(
+                    f"config.{RECORD} must have an entry for each experts module that is stored "
+                    f"quantized, got none for {experts} ({file} holds {tensor})"
+                )
 
 
 def _record(model: PreTrainedModel) -> dict[str, Any]:

@@ -190,13 +190,29 @@ def plan_slots(
     """Make a plan in one tensor; launch nothing if slots are so few that no GEMM reads a plan."""
     layer = (num_experts, scheme, dtype, batch_invariant)
     plan = empty_plan_slots(topk_ids, expert_map, *layer)
-    num_slots = topk_ids.numel()
-    if not is_direct(num_slots, num_experts):
+    if not is_direct(topk_ids.numel(), num_experts):
         rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
-        rows, tiles, *_ = plan_sizes(num_slots, num_experts, rule)
-        where = (topk_ids, expert_map, None, row_tile(rule, num_slots, num_experts), num_experts)
-        _align_slots((plan, None, None), (rows, tiles), *where)
+        _write_plan(plan, topk_ids, expert_map, num_experts, rule)
     return plan
+
+
+def sorted_slots(
+    topk_ids: Tensor, expert_map: Tensor | None, num_experts: int, rule: TileRule
+) -> Tensor:
+    """A plan for a rule that is not a scheme's; not for slots of which each is a tile."""
+    sizes = plan_sizes(topk_ids.numel(), num_experts, rule)
+    plan = topk_ids.new_empty(sizes.entries, dtype=torch.int32)
+    _write_plan(plan, topk_ids, expert_map, num_experts, rule)
+    return plan
+
+
+def _write_plan(
+    plan: Tensor, topk_ids: Tensor, expert_map: Tensor | None, num_experts: int, rule: TileRule
+) -> None:
+    """Write a plan in one tensor for the row tile that the rule has at this load."""
+    rows, tiles, *_ = plan_sizes(topk_ids.numel(), num_experts, rule)
+    tile = row_tile(rule, topk_ids.numel(), num_experts)
+    _align_slots((plan, None, None), (rows, tiles), topk_ids, expert_map, None, tile, num_experts)
 
 
 def _align_slots(

@@ -142,11 +142,15 @@ class ExpertLayer(nn.Module):
     def aligned_sizes(self) -> LayerSizes:
         """Sizes with which every rank has whole scales, and gate and up have their own.
 
-        With several ranks these are the sizes of the parameters from the start; with one,
-        `load_checkpoint` makes parameters of these sizes.
+        These are the sizes of the plain parameters from the start.
         """
         tp_size = self.moe_parallel_config.tp_size
         return aligned_sizes(self.sizes.plain, self.intermediate_size, tp_size)
+
+    def saved_sizes(self) -> LayerSizes:
+        """Sizes of this layer on one rank, whose state dict `load_checkpoint` reads."""
+        sizes = replace(self.sizes.plain, scheme=self.checkpoint_scheme)
+        return aligned_sizes(sizes, self.intermediate_size, 1)
 
     def extra_repr(self) -> str:
         """Sizes, ranks, scheme and routing."""

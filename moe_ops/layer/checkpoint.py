@@ -16,6 +16,7 @@ from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.packing import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
+from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.layer.shared import shared_hint
 from moe_ops.loading.declared import layout_of
 from moe_ops.loading.given import GivenScales
@@ -77,9 +78,10 @@ def load_checkpoint(
     ``experts.3.w1.weight``) or of all experts (``experts.gate_up_proj``,
     ``experts.down_proj_blocks``, ``w13_weight``), with the scales and zero points of fine-grained
     fp8, compressed-tensors, ModelOpt, AWQ, GPTQ and gpt-oss. If a scheme's blocks do not fit a
-    rank's part of I, they are refined: see `aligned_sizes`. Columns in act-order (``g_idx``) are
-    sorted by group, without loss: columns of the down projection cost nothing later, while gate and
-    up need the tokens' columns in their order, which the layer keeps as ``w13_input_order``.
+    rank's part of I, they are refined: see `aligned_sizes`. A saved layer's state dict may hold
+    refined blocks, too. Columns in act-order (``g_idx``) are sorted by group, without loss: columns
+    of the down projection cost nothing later, while gate and up need the tokens' columns in their
+    order, which the layer keeps as ``w13_input_order``.
 
     Formats with equal tensors are told apart by ``_extra_state`` of a saved layer, or by what
     ``config.json`` and the files of quantization tools beside the tensors say about these experts
@@ -121,7 +123,8 @@ def load_checkpoint(
         ImportError: ``source`` is a file, and the ``safetensors`` package is not installed.
         TypeError: an unknown kind of source.
         NotImplementedError: blocks of several rows in a layer whose gate and up rows alternate; an
-            expert whose gate and up columns are in different orders.
+            expert whose gate and up columns are in different orders; weights that a wrapper holds
+            or computes (`fully_shard`, a parametrization).
 
     Source:
         The loaders of vLLM's and transformers' models, which leave missing parts undefined.
@@ -132,7 +135,8 @@ def load_checkpoint(
         checks.one_of("layout", layout, list(LAYOUTS))
         layout = LAYOUTS[layout]
     if not isinstance(layer, FusedMoE):
-        raise TypeError(f"layer must be a FusedMoE, got {type(layer).__name__}")
+        raise TypeError(f"layer must be a FusedMoE, got {type(layer).__name__}{_layers_in(layer)}")
+    check_own_weights(layer)
     if layer.w13_weight.is_meta:
         raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
     if quantize and layer.checkpoint_scheme.weight is None:
@@ -168,6 +172,15 @@ def load_checkpoint(
     _commit(layer, stage, placing)
     _set_input_order(layer, order)
     return report
+
+
+def _layers_in(module: Any) -> str:
+    """Return a hint for an error: the paths of layers in a module that is no layer itself."""
+    if not isinstance(module, nn.Module):
+        return ""
+    paths = [name for name, inner in module.named_modules() if isinstance(inner, FusedMoE)]
+    more = ", ..." if len(paths) > SHOWN else ""
+    return f" (pass one of the layers in it: .{', .'.join(paths[:SHOWN])}{more})" if paths else ""
 
 
 def _is_wanted(placing: Placing, prefix: str, name: str) -> bool:

@@ -63,12 +63,12 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
 
     With several ranks, the result of a rank is its part of a sum. ``reduce_results`` sums over the
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
-    has whole scales: `aligned_sizes` refines blocks or pads I. ``ep_size`` ranks hold whole experts
-    each. With ``dp_size`` or ``is_sequence_parallel`` ranks have tokens of their own, and get their
-    finished results through the exchange that the ``all2all_backend`` of ``moe_parallel_config``
-    names: `AllGatherPrepareAndFinalize` unless another is chosen. With ``dp_size`` the ``tp_size``
-    ranks of a replica all pass the replica's tokens and get all of their results: see
-    `ReplicaExchange`.
+    has whole scales: `aligned_sizes` refines blocks or pads I, also on one rank if gate and up rows
+    would share a block. ``ep_size`` ranks hold whole experts each. With ``dp_size`` or
+    ``is_sequence_parallel`` ranks have tokens of their own, and get their finished results through
+    the exchange that the ``all2all_backend`` of ``moe_parallel_config`` names:
+    `AllGatherPrepareAndFinalize` unless another is chosen. With ``dp_size`` the ``tp_size`` ranks
+    of a replica all pass the replica's tokens and get all of their results: see `ReplicaExchange`.
 
     Args:
         num_experts: E.
@@ -126,7 +126,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             self.placement.num_local_experts, self.hidden_size, intermediate_size,
             self.checkpoint_scheme, kind.is_gated, kind.is_interleaved, given.has_bias, dtype,
         )  # fmt: skip
-        if parallel.tp_size > 1:
+        if parallel.tp_size > 1 or not self.sizes.mixes_rows:  # which can be filled, not loaded
             self.sizes = self.aligned_sizes()
         self.given_scales = GivenScales()
         quantized = self.checkpoint_scheme.weight is not None

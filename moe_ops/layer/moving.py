@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
+from moe_ops import checks
 from moe_ops.layer.initial import initialize
 from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.param_loader import attach_loader
@@ -119,6 +120,10 @@ class KeepsBits(WeightLoading):
     def _kept(self, cast: Container[str]) -> set[int]:
         tensors = {**self._parameters, **self._buffers}
         return {id(x) for name, x in tensors.items() if name not in cast and x is not None}
+
+    def __prepare_scriptable__(self) -> None:
+        """Raise for `torch.jit.script`, which calls this for each module of a model."""
+        raise NotImplementedError(checks.TORCHSCRIPT)
 
     def __getstate__(self) -> dict[str, Any]:
         """Replace 8-bit floats by bytes, since torch cannot pickle them."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.packing import gains_by_fp8, reads_packed
 from moe_ops.scheme import (
@@ -117,6 +118,7 @@ class PacksWeights(ExpertLayer):
         return ExactRows(scheme, exact, sum(x.numel() for x in found))
 
     def _convert(self, forms: Mapping[str, str]) -> None:
+        check_own_weights(self)
         changes = any(forms.get(which, PLAIN) != form for which, form in forms_of(self).items())
         if self._kernel is not None and changes:
             raise ValueError(

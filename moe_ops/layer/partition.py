@@ -51,6 +51,12 @@ class LayerSizes:
         hidden = self.hidden_size
         return {"w13": (self.rows, hidden), "w2": (hidden, self.intermediate_size)}
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether gate and up rows share scales, because they alternate within blocks."""
+        quant = self.scheme.weight
+        return quant is not None and self.interleaved and quant.group.rows > 1
+
     def with_dtype(self, dtype: torch.dtype) -> LayerSizes:
         """Return the sizes after unquantized weights were cast to ``dtype``."""
         same = self.scheme.weight is not None or dtype == self.dtype
@@ -83,7 +89,7 @@ def aligned_sizes(sizes: LayerSizes, whole: int, tp_size: int) -> LayerSizes:
     quant = sizes.scheme.weight
     if quant is None:
         return replace(sizes, intermediate_size=each)
-    if sizes.interleaved and quant.group.rows > 1:
+    if sizes.mixes_rows:
         raise NotImplementedError(
             "quant_config must have blocks of one row if gate and up rows alternate, got "
             f"{sizes.scheme.name}"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from moe_ops.layer.packing import PLAIN
@@ -20,7 +19,8 @@ from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, 
 from moe_ops.loading.names import SUFFIX, CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves, shared_part
-from moe_ops.loading.stored import Form, PlainWeightError, canonical
+from moe_ops.loading.stored import Form, PlainWeightError, canonical, check_symmetric
+from moe_ops.loading.transposed import matrix_shape, may_be_transposed
 
 
 class Part(NamedTuple):
@@ -50,6 +50,10 @@ class Placing:
         self.specs = parameter_specs(layer.sizes)
         self.router = RouterTensors(layer)
         self.has_shared = bool(layer.routing["num_fused_shared_experts"])
+        self.saved = layer.saved_sizes()
+        """The sizes that a saved layer has."""
+        self.is_saved: bool | None = None
+        """Whether tensors by the layer's own names have these sizes; None: not known yet."""
         self.loaded: list[str] = []
         self.duplicated: list[str] = []
         self.unexpected: list[str] = []
@@ -86,6 +90,7 @@ class Placing:
     def finish(self) -> None:
         """Place the tensors that had to wait for other tensors."""
         later, self._later = self._later, []
+        self.is_saved = bool(self.is_saved)
         for entry, piece in later:
             if self._waits(entry, piece):
                 field = "awq" if piece.suffix == "qzeros" else "transposed"
@@ -199,28 +204,53 @@ class Placing:
     def _waits(self, entry: Entry, piece: Piece) -> bool:
         """Whether the tensor's layout is not known yet. The shape of the tensor may show it."""
         layout = self.layout
+        if self.is_saved is None and self._is_own(entry) and self._differs_when_saved():
+            return True
         if piece.suffix in ("qweight", "qzeros") and layout.awq is None:
             if piece.suffix == "qzeros":
                 return True
             rows = entry.read().shape[:1]
             self.layout = replace(layout, awq=rows == (self._form(piece).k,))
-        if self._may_be_transposed(piece) and layout.transposed is None:
-            form, shape = self._form(piece), tuple(entry.read().shape[1:])
-            if form.n == form.k:  # the layer's own names are never transposed
-                return entry.name.rpartition(".")[2] not in self.specs
-            self.layout = replace(layout, transposed=shape == (form.k, form.n))
-        return False
+        return self._is_transposed(entry, piece) is None
 
-    def _may_be_transposed(self, piece: Piece) -> bool:
-        one_or_packed = piece.expert is not None or piece.is_shared
-        unquantized = self.quantize or self.layer.sizes.scheme.weight is None
-        return piece.kind == "weight" and unquantized and not one_or_packed
+    def _is_transposed(self, entry: Entry, piece: Piece) -> bool | None:
+        """Whether the matrices of all experts have columns as rows; None: not known yet.
+
+        Scales may be transposed beside weights that are not. Square ones are as the weights.
+        """
+        if not may_be_transposed(piece, self.layer.checkpoint_scheme.weight):
+            return False
+        n, k = matrix_shape(piece, self._form(piece), is_plain=self.quantize)
+        shape, of_weights = tuple(entry.read().shape[1:]), self.layout.transposed
+        if piece.kind == "scale" and n != k:
+            return shape == (k, n)
+        if of_weights is None and n == k:  # the layer's own names are never transposed
+            return False if self._is_own(entry) else None
+        if of_weights is None:
+            of_weights = shape == (k, n)
+            self.layout = replace(self.layout, transposed=of_weights)
+        return of_weights
+
+    def _is_own(self, entry: Entry) -> bool:
+        """Whether a tensor has the name of a parameter of the layer."""
+        return entry.name.rpartition(".")[2] in self.specs
+
+    def _differs_when_saved(self) -> bool:
+        """Whether a saved layer has other blocks or another I than its checkpoint."""
+        sizes, layer = self.saved, self.layer
+        same_width = sizes.intermediate_size == layer.intermediate_size
+        return not (same_width and sizes.scheme == layer.checkpoint_scheme)
 
     def _form(self, piece: Piece) -> Form:
         spec = self._spec(piece)
         if spec is None:
             raise ValueError("no parameter takes it")
         form = self.layer.form(spec, piece.shard, self.layout)
+        if piece.is_saved:
+            n, k = self.saved.weights["w13" if spec.is_w13 else "w2"]
+            hidden = self.layer.model_hidden_size
+            sizes = (n, hidden) if spec.is_w13 else (hidden, k)
+            return form._replace(n=sizes[0], k=sizes[1], quant=self.saved.scheme.weight)
         if not piece.is_shared:
             return form
         count = self.layer.routing["num_fused_shared_experts"]
@@ -244,10 +274,11 @@ class Placing:
     def _put(self, entry: Entry, piece: Piece) -> None:
         """Read a tensor and copy it to the rows of its experts."""
         x, layer, experts = entry.read(), self.layer, self._experts(piece)
+        piece = piece._replace(is_saved=bool(self.is_saved) and self._is_own(entry))
         of_all = piece.expert is None and not piece.is_shared
         if of_all:
-            self._check_count(x, len(experts))
-        if self._may_be_transposed(piece) and self.layout.transposed:
+            x = self._of_each(x, piece, len(experts))
+        if self._is_transposed(entry, piece):
             x = x.transpose(-1, -2)
         for i, expert in enumerate(experts):
             if not layer.rows_of(expert) and piece.kind != "input_scale":
@@ -301,11 +332,19 @@ class Placing:
                 form = layer.form(spec, shard, self.layout)
                 self._copy(kind, shard, canonical(kind, part, suffix, form), expert)
 
-    def _check_count(self, x: Tensor, count: int) -> None:
-        """Check that there is a row per expert; unused rows of zero experts may follow."""
+    def _of_each(self, x: Tensor, piece: Piece, count: int) -> Tensor:
+        """Return a row per expert; unused rows of zero experts may follow.
+
+        One number for all experts, as ModelOpt stores scales of whole tensors, is that of each.
+        """
+        quant = self.layer.checkpoint_scheme.weight
+        per_tensor = piece.kind == "scale" and quant is not None and quant.per_tensor
+        if x.numel() == 1 and (per_tensor or piece.kind in ("global_scale", "input_scale")):
+            return x.reshape(1).expand(count)
         with_identity = count + (self.layer.routing["zero_expert_num"] or 0)
         if x.dim() == 0 or x.shape[0] not in (count, with_identity):
             raise ValueError(f"shape must begin with {count} experts, got {tuple(x.shape)}")
+        return x
 
     def _shards(self, x: Tensor, piece: Piece, form: Form) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical projections: two for a tensor of gate and up, else one."""
@@ -338,7 +377,9 @@ class Placing:
             interleaved = self.layer.sizes.interleaved
         stored = stored_as(entry.read())
         problem = stored.differs_from(quant, interleaved=interleaved)
-        if problem:
+        saved = None if self.quantize else self.saved.scheme.weight
+        self.is_saved = stored.differs_from(saved, interleaved=interleaved) is None
+        if problem and not self.is_saved:
             raise ValueError(f"{entry.name}: {problem}")
         if stored.form != PLAIN:
             raise ValueError(
@@ -355,14 +396,21 @@ class Placing:
         if piece.kind == "input_scale":
             return  # the layer does not quantize tokens, or quantizes them dynamically
         quant = self.layer.checkpoint_scheme.weight
-        if piece.kind in ("g_idx", "input_order") and quant is not None:
+        if piece.kind == "bias" and self._experts(piece)[-1] in self.layer.placement.rows:
+            self._check_zeros(entry, piece)
+        elif piece.kind in ("g_idx", "input_order") and quant is not None:
             self._take_order(entry, piece)
         elif piece.suffix == "qzeros" and quant is not None and quant.element.offset:
-            self._check_symmetric(entry.read(), quant.element.offset)
+            check_symmetric(entry.read(), quant.element.offset, self.layout)
         elif piece.kind == "shape":
             self._check_shape(entry, piece)
         else:
             self.unexpected.append(entry.name)
+
+    def _check_zeros(self, entry: Entry, piece: Piece) -> None:
+        """Check the biases that GPTQ writes for projections without one."""
+        if any(map(self.layer.rows_of, self._experts(piece))) and bool(entry.read().any()):
+            raise ValueError("a layer without has_bias must be given biases of zeros, got others")
 
     def _take_order(self, entry: Entry, piece: Piece) -> None:
         """Note the groups of columns, or the order in which a saved layer has them."""
@@ -392,13 +440,3 @@ class Placing:
             raise ValueError(f"there must be 2 numbers, got shape {tuple(found.shape)}")
         if found.flatten().tolist() != [form.n, form.k]:
             raise ValueError(f"numbers must be {[form.n, form.k]}, got {found.tolist()}")
-
-    def _check_symmetric(self, words: Tensor, offset: int) -> None:
-        """Check that zero points of a symmetric scheme are the offset; GPTQ may store one less."""
-        values = words.contiguous().flatten().view(torch.uint8)
-        codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
-        offsets = [offset]
-        if self.layout.zeros_plus_one is not False and not self.layout.awq:
-            offsets.append(offset - 1)
-        if not any(bool((codes == number).all()) for number in offsets):
-            raise ValueError(f"zero points must all be {offset} for a scheme without them")

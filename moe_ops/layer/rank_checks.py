@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ops.activation import kind_and_key
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.options import OF_THE_CONFIG, FusedMoEOptions
+from moe_ops.layer.parameters import parameter_specs
 from moe_ops.loading.names import ROUTER_TENSORS
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.pipeline.exchange.base import is_capturing
@@ -42,6 +44,8 @@ OF_THIS_RANK = (
 OF_A_RANK = ("expert_map", "w13_input_order")
 """Buffers that differ between ranks."""
 
+_SHARDED: WeakSet[nn.Module] = WeakSet()
+"""The layers that `fully_shard` has given a `DTensor`; it takes them for a pass, or `unshard`."""
 _IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 """The layers that have been found right in each `DistributedDataParallel`."""
 
@@ -204,9 +208,11 @@ def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:
         NotImplementedError: the ranks among which it is cut share the layer, so they hold
             different experts; or these ranks cannot be known.
     """
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is not None:
+        _SHARDED.add(layer)
     if layer.moe_parallel_config.layer_size == 1:
         return
-    mesh = getattr(x, "device_mesh", None)
     if mesh is not None:
         others = {*mesh.mesh.flatten().tolist()} - {dist.get_rank()}
         ranks = dist.get_process_group_ranks(process_group(layer.rank_group.name))
@@ -223,3 +229,45 @@ def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:
             "which hold different experts, got a view of a FlatParameter: leave the layer out "
             "(ignored_modules), or use fully_shard with a mesh of replicas"
         )
+
+
+def check_own_weights(layer: ExpertLayer) -> None:
+    """Check that a layer's weights are its own parameters, whole, before they are overwritten.
+
+    Raises:
+        NotImplementedError: they are not: see `taken_by`.
+    """
+    reason = taken_by(layer, held_by(layer))
+    if reason is not None:
+        raise NotImplementedError(f"layer must hold its weights as own parameters, got {reason}")
+
+
+def held_by(layer: ExpertLayer) -> dict[str, Tensor | None]:
+    """Return the tensors of a layer's experts by name, as the layer sees them."""
+    return {name: getattr(layer, name) for name in parameter_specs(layer.sizes)}
+
+
+def taken_by(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> str | None:
+    """Say which of a module's weights a wrapper holds or computes; None: the module has them all.
+
+    `fully_shard` leaves a `DTensor` with a part of the numbers, or for a while a gathered copy, and
+    `FullyShardedDataParallel` a view of one axis or no parameter. Parametrizations and pruning
+    compute the weight from another tensor, and would overwrite what is written to it.
+    """
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if hasattr(x, "device_mesh") or module in _SHARDED:
+            return (
+                f"{name} under fully_shard: call this before fully_shard, or load the state dict "
+                "of a plain layer with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict "
+                "(full_state_dict=True)"
+            )
+        if not isinstance(x, nn.Parameter) or (x.dim() == 1 and name.endswith("_weight")):
+            return (
+                f"{name} from a wrapper (a parametrization, pruning or FullyShardedDataParallel): "
+                "call this before wrapping, or take the wrapper off (remove_parametrizations, "
+                "prune.remove, summon_full_params)"
+            )
+    return None

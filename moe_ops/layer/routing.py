@@ -16,6 +16,7 @@ from moe_ops import checks
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.parallel.eplb_state import LayerEplbState, layer_of
 from moe_ops.parallel.trained import watch
 from moe_ops.routing import CaptureFn, SelectedExperts, fused_topk, select_experts
@@ -166,8 +167,9 @@ class RoutesTokens(ExpertLayer):
 
         Raises:
             NotImplementedError: weights in act-order in a layer of several ranks, whose orders may
-                differ between ranks.
+                differ between ranks; weights that a wrapper holds or computes (`fully_shard`).
         """
+        check_own_weights(self)
         names = parameter_specs(self.sizes)
         found: list[Tensor | None] = [self._parameters[name] for name in names]
         order = self.w13_input_order

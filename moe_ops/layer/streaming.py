@@ -65,7 +65,8 @@ class StreamsWeights(WeightLoading):
                 names of two layers if this one has no prefix; a layer on ``meta``; zero points of
                 AWQ or GPTQ, whose order cannot be known here.
             TypeError: a wrong dtype; an item that is not a pair of a name and a tensor.
-            NotImplementedError: weights in act-order, which `load_checkpoint` takes.
+            NotImplementedError: weights in act-order, which `load_checkpoint` takes; weights that
+                a wrapper holds or computes (`fully_shard`, a parametrization).
 
         Source:
             vLLM ``FusedMoE.load_weights``.

@@ -17,6 +17,7 @@ from moe_ops.layer.parameters import (
     ParameterSpec,
     parameter_specs,
 )
+from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.layer.steps import LoadSteps, copy_front
 from moe_ops.loading.derived import channel_scales, has_plain_scales
 from moe_ops.loading.names import SHARDS, SHARED_GATE, SUFFIX, CheckpointLayout, suffix_of
@@ -68,7 +69,8 @@ class WeightLoading(LoadSteps, PacksWeights):
                 points of AWQ or GPTQ, whose order cannot be known here; a weight that is not in the
                 plain form (see `FusedMoE.unpack_`).
             TypeError: a wrong dtype.
-            NotImplementedError: the layer holds weights in act-order, and their order would stay.
+            NotImplementedError: the layer holds weights in act-order, and their order would stay;
+                a wrapper holds or computes its weights (`fully_shard`, a parametrization).
 
         Source:
             vLLM ``FusedMoE.weight_loader``.
@@ -84,6 +86,7 @@ class WeightLoading(LoadSteps, PacksWeights):
             raise ValueError(f"shard_id must be ['w1','w2','w3'] but got {shard_id}.")
         if param is self._parameters.get(SHARED_GATE):
             raise ValueError(f"param must belong to experts, got {SHARED_GATE} (copy_ into it)")
+        check_own_weights(self)
         spec, held = self._spec_of(param), self.held_placement().rows
         if spec is not None:
             self._check_plain(spec)
@@ -142,16 +145,8 @@ class WeightLoading(LoadSteps, PacksWeights):
         """Check that one tensor by itself can be loaded into a parameter.
 
         Raises:
-            ValueError: gate and up share blocks of scales.
             NotImplementedError: the layer holds weights in act-order, and their order would stay.
         """
-        in_halves = spec.kind in ("scale", "zero_point") and self.sizes != self.aligned_sizes()
-        if in_halves and shard_id != "w2" and not self._is_channel():
-            raise ValueError(
-                f"quant_config must have blocks that divide the intermediate size "
-                f"{self.intermediate_size} (as {self.aligned_sizes().scheme.name}), so that gate "
-                f"and up have scales of their own, got {self.sizes.scheme.name}"
-            )
         if spec.kind == "weight" and self.w13_input_order is not None:
             raise NotImplementedError(
                 "weights must be loaded by load_checkpoint into a layer that holds others in "

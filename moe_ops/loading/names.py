@@ -57,6 +57,8 @@ class Piece(NamedTuple):
     """None: all experts, along the first axis."""
     is_shared: bool = False
     """Whether the tensor is of the shared experts, which are side by side along I."""
+    is_saved: bool = False
+    """Whether the tensor is a parameter of a saved layer, whose blocks may be refined."""
 
 
 class RouterTensor(NamedTuple):
@@ -176,6 +178,15 @@ def is_of_shared_experts(name: str) -> bool:
 def is_of_experts(name: str) -> bool:
     """Whether the tensor must be one of the experts', even if its name cannot be parsed."""
     return re.match(rf"experts\.|{_EXPERT}\.({_PROJECTION})\.|(w13|w2)_", name) is not None
+
+
+def scaled_experts(name: str) -> str | None:
+    """Return the experts module that a tensor of scales of one expert belongs to; else None.
+
+    ``model.layers.3.mlp.experts.0.gate_proj.weight_scale`` is of ``model.layers.3.mlp.experts``.
+    """
+    match = re.fullmatch(rf"(.+)\.{_EXPERT}\.(?:{_PROJECTION})\.({_SUFFIX})", name)
+    return match[1] if match and KINDS[match[3]] == "scale" else None
 
 
 def split_at_experts(name: str, *, has_shared: bool) -> tuple[str, str] | None:

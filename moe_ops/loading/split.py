@@ -30,10 +30,14 @@ def halves(piece: Piece, x: Tensor, form: Form, interleaved: bool) -> tuple[Tens
             raise ValueError(f"shape must be that of one or two numbers, got {tuple(x.shape)}")
         first, second = (canonical(piece.kind, part, piece.suffix, form) for part in (gate, up))
         return first, second
+    rows = own.group.rows if piece.kind == "scale" and own is not None else 1
+    if piece.is_saved and rows > 1:  # gate and up have blocks of their own
+        half = form._replace(n=form.n // 2)
+        gate, up = (canonical(piece.kind, part, piece.suffix, half) for part in x.chunk(2))
+        return gate, up
     both = canonical(piece.kind, x, piece.suffix, form)
     if interleaved:
         return both[0::2], both[1::2]
-    rows = own.group.rows if piece.kind == "scale" and own is not None else 1
     if rows > 1:
         return _split_blocks(both, form.n // 2, rows)
     gate, up = both.chunk(2)

@@ -167,7 +167,7 @@ def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:
     _expect(x, shape, *([shape[:1]] if shape[1] == 1 else []))
     x = x.reshape(shape)
     for axis, length in ((0, n), (1, k)):
-        x = _finer(x, axis, length, quant, own)
+        x = _regrouped(x, axis, length, quant, own)
     return x
 
 
@@ -199,11 +199,20 @@ def _scale_numbers(x: Tensor, quant: Quant, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def _finer(x: Tensor, axis: int, length: int, quant: Quant, own: Quant) -> Tensor:
-    """Repeat scales along ``axis`` if the layer's blocks are smaller."""
+def _regrouped(x: Tensor, axis: int, length: int, quant: Quant, own: Quant) -> Tensor:
+    """Repeat scales along ``axis`` if the layer's blocks are smaller; merge equal ones if larger.
+
+    Raises:
+        ValueError: scales that differ within a block of the layer.
+    """
     old, new = quant.group[axis], own.group[axis]
     if old == new or WHOLE in (old, new):
         return x
+    if old < new:
+        merged = x[(slice(None),) * axis + (slice(None, None, new // old),)]
+        if not torch.equal(_regrouped(merged, axis, length, own, quant), x):
+            raise ValueError(f"scales of blocks of {old} must be equal within blocks of {new}")
+        return merged
     return x.repeat_interleave(old // new, axis).narrow(axis, 0, cdiv(length, new))
 
 
@@ -236,7 +245,22 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
         _expect(x, (n, groups), *packed)
         if tuple(x.shape) != (n, groups):
             x = torch.stack((x & 15, x >> 4), 1).flatten(0, 1)[:n]
-    return _finer(x, 1, form.k, quant, own)
+    return _regrouped(x, 1, form.k, quant, own)
+
+
+def check_symmetric(words: Tensor, offset: int, layout: CheckpointLayout) -> None:
+    """Check that zero points of a symmetric scheme are the offset; GPTQ may store one less.
+
+    Raises:
+        ValueError: other zero points.
+    """
+    values = words.contiguous().flatten().view(torch.uint8)
+    codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
+    offsets = [offset]
+    if layout.zeros_plus_one is not False and not layout.awq:
+        offsets.append(offset - 1)
+    if not any(bool((codes == number).all()) for number in offsets):
+        raise ValueError(f"zero points must all be {offset} for a scheme without them")
 
 
 def _factor(x: Tensor, suffix: str, form: Form) -> Tensor:

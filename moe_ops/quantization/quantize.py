@@ -52,8 +52,8 @@ def quantize_(
     that was constructed with ``scheme=scheme``.
 
     Args:
-        model: a transformers model, or any `torch.nn.Module` that holds experts. Pass the whole
-            model if it is to be saved.
+        model: a transformers model, a part of one, or any `torch.nn.Module` that holds experts.
+            ``save_pretrained`` of a model writes the quantized experts of its parts too.
         scheme: a name, a key or a `Scheme`.
         modules: which experts modules; None: all. A name as in ``named_modules``, a pattern of
             `fnmatch`, several of these, or a function of name and module.

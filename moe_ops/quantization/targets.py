@@ -15,6 +15,7 @@ from moe_ops import ops
 from moe_ops.layer import FusedMoE, LayerSizes, UnquantizedFusedMoEMethod
 from moe_ops.layer.partition import aligned_sizes
 from moe_ops.layer.plain import PlainExperts, quantize_layer
+from moe_ops.layer.rank_checks import held_by, taken_by
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.quantization.peaks import Peaks, needs_peaks
 from moe_ops.scheme import Scheme
@@ -61,7 +62,10 @@ class Target(ABC):
             NotImplementedError: a module of another kind or layout.
             ValueError: weights that are quantized already, or that the scheme cannot hold.
         """
+        taken = taken_by(self.module, self.held())
         refusal = self.refusal(scheme)
+        if taken is not None:
+            refusal = NotImplementedError, f"it has {taken}"
         if refusal is not None:
             error, reason = refusal
             raise error(
@@ -81,6 +85,12 @@ class Target(ABC):
         aligned_sizes(replace(sizes, scheme=scheme), width, 1)
         for name, w in zip(PlainExperts._fields, plain, strict=True):
             self._check_finite(name, w)
+
+    def held(self) -> dict[str, Tensor | None]:
+        """Return the module's parameters, also those that a wrapper computes, by name."""
+        stored = (name.removesuffix("_orig") for name in self.module._parameters)  # of pruning
+        names = (*stored, *getattr(self.module, "parametrizations", ()))
+        return {name: getattr(self.module, name) for name in names}
 
     def _check_finite(self, name: str, w: Tensor | None) -> None:
         for expert, part in enumerate(() if w is None else w):
@@ -121,6 +131,10 @@ class LayerTarget(Target):
     def weights(self) -> PlainExperts:
         """Return the layer's parameters."""
         return PlainExperts.of_layer(self.module)
+
+    def held(self) -> dict[str, Tensor | None]:
+        """Return the layer's parameters by name."""
+        return held_by(self.module)
 
     @contextmanager
     def observed(self, peaks: Peaks) -> Iterator[None]:

@@ -68,7 +68,7 @@ def whole_layer(**options):
 def wide(layer, which):
     """The shape of a weight that is not quantized."""
     experts = layer.sizes.num_experts
-    return (experts, 2 * I, H) if which == "w13" else (experts, H, I)
+    return (experts, *layer.sizes.weights[which])
 
 
 def part_of(layer, **options):

@@ -1,10 +1,12 @@
 """`quantize_` on `FusedMoE`: bit for bit what `load_checkpoint(quantize=True)` makes."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from compilations import Compilations
+from safetensors.torch import save_file
 from torch import nn
 
 import moe_ops
@@ -105,6 +107,62 @@ def test_what_is_saved_is_loaded(scheme, width):
         other = make(scheme, **options)
         assert moe_ops.load_checkpoint(other, source, progress=False).is_complete
         assert same(layer, other)
+
+
+BLOCKS = ["fp8_block128", "fp8_w8a16_block128", "int8_block128", "fp8_block64x128"]
+"""Schemes whose blocks have several rows."""
+
+
+def loaded_by(how, layer, state, path):
+    """Load a state dict into a new layer in one of the ways that there are."""
+    if how == "load_checkpoint":
+        moe_ops.load_checkpoint(layer, state, progress=False)
+    elif how == "a file":
+        save_file(state, path / "layer.safetensors")
+        moe_ops.load_checkpoint(layer, path / "layer.safetensors", progress=False)
+    elif how == "load_weights":
+        assert len(list(layer.load_weights(state.items()))) == len(state) - 1
+        layer.quant_method.process_weights_after_loading(layer)
+    elif how == "a parent":
+        parent = {f"0.{name}": x for name, x in state.items()}
+        nn.Sequential(layer).load_state_dict(parent)
+    else:
+        layer.load_state_dict(state, assign=how == "assigned")
+    return layer
+
+
+def test_state_dicts_with_refined_blocks(tmp_path):
+    """A state dict loads into a layer constructed with the same arguments: all ways, all bits."""
+    ways = ("load_state_dict", "assigned", "a parent", "load_checkpoint", "a file", "load_weights")
+    sizes = [(96, 128, "silu"), (192, 72, "silu"), (40, 72, "silu"), (136, 128, "relu2_no_mul")]
+    for scheme, (width, hidden, activation) in itertools.product(BLOCKS, sizes):
+        options = {"sizes": (E, K, hidden, width), "activation": activation}
+        layer = quantized(filled(**options), scheme)
+        for how in ways:
+            device = "meta" if how == "assigned" else None
+            new = make(scheme, **options, device=device)
+            assert new.scheme == layer.scheme, (scheme, width)
+            assert same(loaded_by(how, new, layer.state_dict(), tmp_path), layer), (how, width)
+        tensors = {
+            f"{e}.{'w1' if shard == 'w3' and not layer.sizes.gated else shard}.{end}": x
+            for e, shard, end, x in checkpoint_tensors(layer)
+        }
+        for rank in range(2):
+            pair = [make(scheme, **options, tp_size=2, tp_rank=rank) for _ in range(2)]
+            for new, source in zip(pair, (layer.state_dict(), tensors), strict=True):
+                moe_ops.load_checkpoint(new, source, progress=False)
+            assert same(*pair), (scheme, width, rank)
+
+
+def test_saved_blocks_are_merged_only_if_that_loses_nothing():
+    """Two ranks of 48 columns are padded to a block of 128, which needs one scale."""
+    sizes, ranks = (E, K, H, 96), {"tp_size": 2, "tp_rank": 0}
+    state = quantized(filled(sizes=sizes), "fp8_block128").state_dict()
+    state["w13_weight_scale"][2, 1] *= 2
+    moe_ops.load_checkpoint(make("fp8_block128", sizes=sizes), state, progress=False)
+    with pytest.raises(ValueError, match="w13_weight_scale: .*of 32 must be equal within .* 128"):
+        layer = make("fp8_block128", sizes=sizes, **ranks)
+        moe_ops.load_checkpoint(layer, state, progress=False)
 
 
 def test_layers_of_a_model_by_name():

@@ -1,10 +1,14 @@
 """What a load reports, and that one that fails changes nothing."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import Experts, fused, per_expert
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.utils import parametrize, prune
 
 import moe_ops
 
@@ -210,3 +214,85 @@ def test_other_errors(source):
         NotImplementedError, match="blocks of one row if gate and up rows alternate"
     ):
         load(make("fp8_block32", activation="swigluoai"), source)
+
+
+@pytest.fixture
+def mesh():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def flat(layer, *, use_orig_params):
+    cpu = torch.device("cpu")
+    FullyShardedDataParallel(layer, use_orig_params=use_orig_params, device_id=cpu)
+
+
+def test_weights_that_a_wrapper_holds(mesh, source):
+    """Nothing is written to what the wrapper replaces later; the error says what to do."""
+    wrappers = {
+        "fully_shard": lambda layer: fully_shard(layer, mesh=mesh),
+        "fully_shard, gathered": lambda layer: fully_shard(layer, mesh=mesh),
+        "a parametrization": lambda layer: parametrize.register_parametrization(
+            layer, "w13_weight", nn.Tanh()
+        ),
+        "pruning": lambda layer: prune.l1_unstructured(layer, "w2_weight", 0.5),
+        "flat": lambda layer: flat(layer, use_orig_params=False),
+    }
+    one, name = torch.ones(I, H), "experts.0.gate_proj.weight"
+    calls = {
+        "load_checkpoint": lambda layer: load(layer, source, strict=False),
+        "load_weights": lambda layer: list(layer.load_weights([(name, one)])),
+        "weight_loader": lambda layer: layer.weight_loader(layer.w13_weight, one, name, "w1", 0),
+        "quantize_": lambda layer: moe_ops.quantize_(layer, "fp8_channel", progress=False),
+        "unpack_": lambda layer: layer.unpack_(),
+        "expert_tensors": lambda layer: layer.expert_tensors(),
+    }
+    wrong = {}
+    for wrapper, wrap in wrappers.items():
+        for function, call in calls.items():
+            layer = make(params_dtype=torch.float32)
+            wrap(layer)
+            before = {n: x.clone() for n, x in layer.state_dict().items() if n != "_extra_state"}
+            if wrapper.endswith("gathered"):  # after `state_dict`, which gives the parts back
+                layer.unshard()
+            try:
+                call(layer)
+            except NotImplementedError as error:
+                if not any(text in str(error) for text in ("call this before", "wrapper off")):
+                    wrong[wrapper, function] = str(error)
+            except Exception as error:  # noqa: BLE001
+                wrong[wrapper, function] = f"{type(error).__name__}: {error}"
+            else:
+                wrong[wrapper, function] = "nothing was raised"
+            after = layer.state_dict()
+            if not all(torch.equal(x, after[n]) for n, x in before.items()):
+                wrong[wrapper, function] = "the weights have changed"
+    assert not wrong
+
+
+def test_modules_that_hold_layers(source):
+    """A model and a compiled layer are no layers; the error names the layers in them."""
+    layer = make()
+    for module, path in ((nn.ModuleList([layer]), ".0"), (torch.compile(layer), "._orig_mod")):
+        with pytest.raises(TypeError, match=f"layers in it: {path}\\)"):
+            load(module, source)
+    with pytest.raises(TypeError, match="got Linear$"):
+        load(nn.Linear(2, 2), source)
+
+
+def test_errors_of_distributed_tensors(mesh):
+    """torch refuses a DTensor where the dispatcher sees it: the limits quote what it says."""
+    limits = (Path(__file__).parents[2] / "docs/limits.md").read_text()
+    x, logits = torch.randn(3, H), torch.randn(3, E)
+    layer, sharded = make(params_dtype=torch.float32), make(params_dtype=torch.float32)
+    fully_shard(nn.Sequential(sharded), mesh=mesh)
+    whole = [torch.distributed.tensor.distribute_tensor(t, mesh) for t in (x, logits)]
+    for text, call in (
+        ("got mixed torch.Tensor and DTensor", lambda: sharded(x, logits)),
+        ("does not have a sharding strategy registered", lambda: layer(*whole)),
+    ):
+        assert text in limits
+        with pytest.raises((RuntimeError, NotImplementedError), match=text):
+            call()

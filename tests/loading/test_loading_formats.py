@@ -1,5 +1,7 @@
 """How quantized checkpoints store their tensors, each written here by its own rules."""
 
+from functools import partial
+
 import pytest
 import torch
 from checkpoint_formats import (
@@ -55,6 +57,90 @@ def test_fused_fp8_of_transformers():
             "down_proj": down.data, "down_proj_scale_inv": down_scale,
         }  # fmt: skip
         check_ranks(scheme, experts, source)
+
+
+def joined(*parts):
+    """Tensors of all experts side by side along their rows, with columns as rows."""
+    both = torch.cat([x.view(torch.uint8) if x.element_size() == 1 else x for x in parts], 1)
+    return both.transpose(1, 2).contiguous().view(parts[0].dtype)
+
+
+def of_llama4(experts, single):
+    """ModelOpt's export of Llama 4: fused, columns as rows, one number for all experts.
+
+    ``single``: these numbers, by the end of their names, for both weights.
+    """
+    gate, up, down = experts
+    source = {"gate_up_proj": joined(gate.data, up.data), "down_proj": joined(down.data)}
+    if "weight_scale" not in single:
+        source["gate_up_proj_weight_scale"] = joined(gate.scale, up.scale)
+        source["down_proj_weight_scale"] = joined(down.scale)
+    for end, values in single.items():
+        for name, value in zip(("gate_up_proj", "down_proj"), values, strict=True):
+            source[f"{name}_{end}"] = torch.tensor(value)
+    return source
+
+
+LLAMA4 = {
+    "nvfp4": {"weight_scale_2": (0.25, [0.5]), "input_scale": (0.5, 2.0)},
+    "fp8_tensor_static": {"weight_scale": ([0.25], 0.5), "input_scale": (0.5, 2.0)},
+    "nvfp4_w4a16": {"weight_scale_2": (0.25, 0.5)},
+    "fp8_channel": {},
+    "fp8_block32": {},
+    "mxfp4_w4a16": {},
+}
+"""Schemes, and which scales are one number for all experts."""
+
+
+@pytest.mark.parametrize("hidden", [64, 128, 256])
+def test_fused_and_transposed_of_modelopt(hidden):
+    """Some of the matrices are square, and scales may come before the weights."""
+    experts, sizes = 2, (2, 1, hidden, 64)
+    for scheme, single in LLAMA4.items():
+        stored = Experts.random(experts, hidden, 64).quantized(scheme)
+        source = of_llama4(stored, single)
+        field = "scale" if "weight_scale" in single else "global_scale"
+        factors = (0.25, 0.25, 0.5) if {*single} - {"input_scale"} else ()
+        whole = [q._replace(**{field: torch.full((experts,), f)})
+                 for q, f in zip(stored, factors, strict=False)]  # fmt: skip
+        wanted = Experts(*(whole or stored))
+        for given in (source, dict(reversed(source.items()))):
+            for way in ({}, {"tp_size": 2, "tp_rank": 1}, {"ep_size": 2, "ep_rank": 1}):
+                layer, streamed = (moe_ops.FusedMoE(*sizes, scheme=scheme, **way) for _ in range(2))
+                assert moe_ops.load_checkpoint(layer, given, progress=False).is_complete
+                assert len(list(streamed.load_weights(given.items()))) == len(source)
+                dense = expected(wanted, scheme, layer, held(layer))
+                for filled in (layer, streamed):
+                    assert all(map(torch.equal, numbers(filled), dense)), (scheme, way)
+                    if "input_scale" in single:
+                        assert (filled.w13_input_scale == 0.5).all()
+                        assert (filled.w2_input_scale == 2).all()
+
+
+def test_biases_of_zeros():
+    """GPTQ writes them for projections without one. Others need a layer that has biases."""
+    experts, sizes = Experts.random(2, 128, 64), {"gate_proj": 64, "up_proj": 64, "down_proj": 128}
+    of_one = {f"experts.{e}.{n}.bias": torch.zeros(m) for e in range(2) for n, m in sizes.items()}
+    of_all = {"gate_up_proj_bias": torch.zeros(2, 128), "down_proj_bias": torch.zeros(2, 128)}
+    for scheme in ("int4_w4a16_g32", "unquantized"):
+        source = per_expert(experts if scheme == "unquantized" else experts.quantized(scheme))
+        make = partial(moe_ops.FusedMoE, 2, 1, 128, 64, scheme=scheme)
+        for biases in (of_one, of_all):
+            for way in ({}, {"ep_size": 2, "ep_rank": 1}, {"tp_size": 2, "tp_rank": 0}):
+                layer = make(**way)
+                assert moe_ops.load_checkpoint(layer, source | biases, progress=False).is_complete
+                assert {*layer.load_weights((source | biases).items())} <= source.keys()
+            name, x = list(biases.items())[-1]
+            for bad in (1e-7, torch.nan):
+                x.view(-1)[-1] = bad
+                with pytest.raises(ValueError, match=f"{name}: a layer without has_bias must"):
+                    moe_ops.load_checkpoint(make(), source | biases, progress=False)
+                with pytest.raises(ValueError, match=f"{name}: a layer without has_bias must"):
+                    list(make().load_weights({name: x}.items()))
+            x.zero_()
+        beyond = {"experts.2.up_proj.bias": torch.zeros(64)}
+        with pytest.raises(ValueError, match="1 unexpected .experts.2.up_proj.bias"):
+            moe_ops.load_checkpoint(make(), source | beyond, progress=False)
 
 
 def test_blocks_that_reach_from_gate_into_up():

@@ -158,12 +158,11 @@ def test_all_experts_at_once_and_transposed_parameters():
     assert torch.equal(stored[5, :, I:], experts.up[5].t()) and not stored[5, :, :I].any()
 
 
-def test_scales_of_gate_and_up_that_share_a_block():
+def test_scales_of_gate_and_up_that_would_share_a_block():
+    """The layer has refined blocks from the start, so that each tensor has its own."""
     layer = moe_ops.FusedMoE(E, K, 128, 192, scheme="fp8_block128")
-    with pytest.raises(
-        ValueError, match="quant_config must have blocks that divide .* fp8_block64"
-    ):
-        layer.weight_loader(layer.w13_weight_scale, torch.ones(2, 1), "w1.scale", "w1", 0)
+    layer.weight_loader(layer.w13_weight_scale, torch.tensor([[2.0], [3]]), "w3.scale", "w3", 0)
+    assert layer.w13_weight_scale[0, :, 0].tolist() == [0, 0, 0, 2, 2, 3]
     finer = moe_ops.FusedMoE(E, K, 128, 192, scheme="fp8_block64x128")
     finer.weight_loader(finer.w13_weight_scale, torch.ones(3, 1), "w1.scale", "w1", 0)
     assert finer.w13_weight_scale[0, :3].all()

@@ -125,7 +125,7 @@ def test_what_is_not_of_this_layer_is_passed_by(experts):
         ("experts.3.w1.lora_A.weight", torch.ones(I, H), "nothing takes"),
         ("experts.8.w1.weight", torch.ones(I, H), "nothing takes"),
         ("experts.3.w1.weight_scale", torch.ones(I, 1), "nothing takes"),
-        ("experts.3.w1.bias", torch.ones(I), "nothing takes"),
+        ("experts.3.w1.bias", torch.ones(I), "a layer without has_bias must be given biases of"),
         ("experts.gate_up_projection", torch.ones(E, 2 * I, H), "nothing takes"),
         ("w13_weights", torch.ones(E, 2 * I, H), "nothing takes"),
         ("w13_weight_packed.foo", torch.ones(E, 2 * I, H), "nothing takes"),

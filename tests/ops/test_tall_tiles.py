@@ -16,8 +16,10 @@ from moe_ops import FusedMoEConfig, RoutingMethodType, ops
 from moe_ops.activation import formula
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts, plain_name, row_tile_facts
+from moe_ops.dispatch.gemm_plan import BufferSpec, plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
 from moe_ops.dispatch.portable import gemm_tiles
+from moe_ops.dispatch.problem import dense_problem
 from moe_ops.dispatch.row_tiles import HOPPER, PORTABLE
 from moe_ops.dispatch.tile_plan import first_rows, split_tiles, unpack_plan
 from moe_ops.dispatch.tiles import (
@@ -36,6 +38,7 @@ from moe_ops.pipeline.devices import TARGETS
 from moe_ops.reference import expert_gemm as reference
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts
+from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, make_inputs
 
 TALL = one_row_tile(192)
@@ -180,6 +183,50 @@ def test_tall_tiles_that_nobody_asked_for(tokens, device):
             made.append(ops.expert_matmul(x, w, None, None, tiles, 2, "silu"))
     real = local_experts(ids, None, 32).flatten() >= 0
     assert torch.equal(made[0][real], made[1][real])
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_portable_kernels_sort_the_slots_again(activation, transposed, device):
+    """With the routing known, in tiles of 128 rows: weights lie transposed in a data gradient."""
+    experts, n, k = len(COUNTS), 40, 48
+    x, w, bias, weights, ids = inputs_of(COUNTS, k, n, device, halves=2 if activation else 1)
+    expert_map = torch.arange(experts, dtype=torch.int32)
+    expert_map[[3, 6]] = -1
+    if transposed:
+        w = w.transpose(1, 2).contiguous().transpose(1, 2)
+    exact = exact_rows(x, w, bias, weights, ids, 2)
+    rows = [t.to(device) for t in (x, w, bias, weights)]
+    given = ids.to(device), expert_map.to(device)
+    with row_tile(192):
+        tiles = [ops.plan_slots(*given, experts, *DENSE), *given]
+        actual = ops.expert_matmul(*rows, tiles, 2, activation)
+        order = torch.zeros(ids.numel(), n, dtype=x.dtype, device=device)
+        if activation:
+            order = ops.expert_matmul(*rows, tiles, 2, activation, True)
+    cut = Tiles(plan_slots(ids, expert_map, experts, *DENSE), ids, expert_map)
+    expected = reference.expert_matmul(x, w, bias, weights, cut, 2, activation)
+    if activation:
+        exact = exact.activated(formula(activation))
+        held = local_experts(ids, expert_map, experts).flatten()
+        sorted_rows = held.argsort(stable=True)[(held < 0).sum() :]
+        assert torch.equal(order.cpu()[: len(sorted_rows)], actual.cpu()[sorted_rows])
+    compare(actual, exact, expected, expert_map[ids].where(ids >= 0, -1), experts)
+
+
+@pytest.mark.parametrize(("known", "rows"), [(True, 128), (False, 64)])
+def test_a_plan_for_portable_kernels(known, rows, monkeypatch):
+    """Another plan is scratch memory; without the routing a kernel takes thirds of 192 rows."""
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
+    x, w, _, _, ids = inputs_of([500, 524] * 4, 256, 512, "cpu")
+    with row_tile(192, H200):
+        plan = plan_slots(ids, None, 8, *DENSE)
+        problem = dense_problem(x, w, [plan, ids if known else None, None], 2)
+        found = plan_gemm(problem._replace(boxes=False), H200)
+    assert found.config.block_m == rows
+    entries = plan_sizes(ids.numel(), 8, one_row_tile(128)).entries
+    assert found.scratch == ((BufferSpec("plan", 4 * entries),) if known else ())
 
 
 # Who gets them

@@ -1,5 +1,6 @@
 """torch.export and AOTInductor: dynamic token counts, saved, loaded and run at one token."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,12 +47,68 @@ def test_exported_program_runs_at_any_token_count(device, tmp_path):
     assert "moe_ops.expert_matmul.default" in called
 
 
+class Functions(nn.Module):
+    """Experts without a layer; weights that require grad end a trace with an error of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.w1 = nn.Linear(H, E), nn.Parameter(torch.randn(E, 48, H))
+        self.w2 = torch.randn(E, H, 24)
+
+    def forward(self, x):
+        return moe_ops.fused_moe(x, self.w1, self.w2, self.router(x), K)
+
+    def run(self, x):
+        """Call the experts by a function, of which torch knows no parameters."""
+        return moe_ops.fused_moe(x, self.w1, self.w2, x[:, :E], K)
+
+
+class Leaves(torch.fx.Tracer):
+    """What the error of `torch.fx.symbolic_trace` advises."""
+
+    def is_leaf_module(self, module, name):
+        return isinstance(module, moe_ops.FusedMoE) or super().is_leaf_module(module, name)
+
+
+def test_older_tracers_say_what_to_use(tmp_path):
+    """TorchScript and FX cannot hold a layer: an error names the tool, and another one."""
+    x, block, parts = torch.randn(7, H), Block("cpu"), Functions()
+    older, file = {"dynamo": False, "verbose": False}, str(tmp_path / "block.onnx")
+    script, symbolic = "TorchScript .*torch.export", "symbolic_trace .*torch.export"
+    cases = {
+        "jit.trace": (lambda: torch.jit.trace(block, (x,)), script),
+        "jit.trace of a layer": (lambda: torch.jit.trace(block.experts, (x, x[:, :E])), script),
+        "jit.trace of a function": (lambda: torch.jit.trace(parts, (x,)), script),
+        "jit.trace of a closure": (lambda: torch.jit.trace(lambda x: parts.run(x), (x,)), script),
+        "jit.script": (lambda: torch.jit.script(block), script),
+        "jit.script of a layer": (lambda: torch.jit.script(block.experts), script),
+        "onnx": (lambda: torch.onnx.export(block, (x,), file, **older), script),
+        "fx": (lambda: torch.fx.symbolic_trace(block), symbolic),
+        "fx of a function": (lambda: torch.fx.symbolic_trace(parts), symbolic),
+    }
+    wrong = {}
+    for name, (call, text) in cases.items():
+        with pytest.raises(Exception) as error:  # noqa: PT011 (the table says what is right)
+            call()
+        if error.type is not NotImplementedError or not re.search(text, str(error.value)):
+            wrong[name] = f"{error.typename}: {error.value}"
+    assert not wrong
+    traced = torch.fx.GraphModule(block, Leaves().trace(block))
+    assert torch.equal(traced(x), block(x))
+
+
 LOADING = """
 import torch
 {before}
 program = torch.export.load({path!r}).module()
 print(tuple(program(torch.randn(1, {H})).shape))
 """
+
+
+def quoted(text):
+    """The beginning of an error of torch's, which the page about export must quote."""
+    assert text in (ROOT / "docs/guides/export.md").read_text()
+    return text
 
 
 @pytest.mark.slow
@@ -67,7 +124,9 @@ def test_a_loading_process_must_import_moe_ops(tmp_path):
         )
 
     without = load("")
-    assert without.returncode != 0 and "moe_ops" in without.stderr
+    assert without.returncode != 0 and quoted("failed to resolve torch.ops.moe_ops.") in (
+        without.stderr
+    )
     with_import = load("import moe_ops")
     assert with_import.returncode == 0, with_import.stderr
     assert with_import.stdout.strip() == f"(1, {H})"
@@ -138,3 +197,7 @@ def test_aot_inductor(device, tmp_path):
     for tokens in (7, 1, 64):
         x = torch.randn(tokens, H, device=device)
         torch.testing.assert_close(compiled(x), block(x))
+    code = f"import torch; torch._inductor.aoti_load_package({package!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0
+    assert quoted("Could not find schema for moe_ops::") in done.stderr

@@ -1,5 +1,7 @@
 """What has no derivative: forward passes run in grad mode, and nobody gets a wrong gradient."""
 
+import re
+
 import pytest
 import torch
 from modular import setup
@@ -132,13 +134,33 @@ def test_transforms(problem, inputs):
     def run(x):
         return moe_ops.fused_experts(x, w1, w2, weights, ids)
 
-    for transform in (torch.func.jacfwd, torch.func.jacrev, lambda f: torch.func.vjp(f, x)):
-        with pytest.raises(NotImplementedError, match=WAY_OUT):
-            transform(run)(x)
-    with torch.no_grad(), pytest.raises(NotImplementedError, match=WAY_OUT):
-        torch.func.jvp(run, (x,), (x,))
-    many = torch.stack([x, 2 * x])
-    assert torch.equal(torch.vmap(run)(many), torch.stack([run(x), run(2 * x)]))
+    def trained(x):
+        return moe_ops.fused_experts(x, nn.Parameter(w1), w2, weights, ids)
+
+    func, many = torch.func, torch.stack([x, 2 * x])
+    reverse, forward = r"torch\.func\.grad .*backward\(\)", r"torch\.func\.jvp .*reverse mode"
+    cases = {
+        "grad": (lambda: func.grad(lambda x: run(x).sum())(x), reverse),
+        "vjp": (lambda: func.vjp(run, x), reverse),
+        "jacrev": (lambda: func.jacrev(run)(x), reverse),
+        "jacfwd": (lambda: func.jacfwd(run)(x), "in reverse mode"),
+        "jvp": (lambda: func.jvp(trained, (x,), (x,)), forward),
+        "jvp, inference": (lambda: torch.no_grad()(func.jvp)(run, (x,), (x,)), "in reverse mode"),
+        "vmap": (lambda: torch.vmap(trained)(many), r"torch\.vmap .*torch\.no_grad\(\)"),
+        "functionalize": (lambda: func.functionalize(trained)(x), "functionalize: .*torch.compile"),
+    }
+    wrong = {}
+    for name, (call, text) in cases.items():
+        with pytest.raises(NotImplementedError) as error:
+            call()
+        if not re.search(text, str(error.value)):
+            wrong[name] = str(error.value)
+    assert not wrong
+    expected = torch.stack([run(x), run(2 * x)])
+    with torch.no_grad():  # what the errors advise
+        assert torch.equal(torch.vmap(trained)(many), expected)
+        assert torch.equal(func.functionalize(trained)(x), expected[0])
+    assert torch.equal(torch.vmap(run)(many), expected)
 
 
 def test_what_is_passed_on_keeps_its_gradient(inputs):

@@ -1,10 +1,14 @@
-"""What `make test` leaves to `make test-all`."""
+"""What `make test` leaves to `make test-all`, and the parts of `make gpu-test`."""
 
+import json
+import re
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import record
+import torch
 from conftest import (
     COMPILED_FOR,
     MOST_COMPILED,
@@ -68,3 +72,80 @@ def test_every_two_values_meet_in_half_of_the_product():
         pairs = {(row[i], row[j]) for row in kept}
         assert pairs == set(product(factors[i], factors[j]))
     assert not any(case.marks for case in half_exhaustive(*factors, where=False))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_file_is_in_one_part_of_the_gpu_suite():
+    """And what all parts leave out is there; the file that needs two GPUs runs on two."""
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    lists = dict(re.findall(r"^(GPU_\S+) := (.*)$", makefile, re.MULTILINE))
+    parts = [lists[f"GPU_PART_{i}/2"].split() for i in (1, 2)]
+    left_out, pair = lists["GPU_LEFT_OUT"].split(), lists["GPU_PAIR"].split()
+    files = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(files) > 100 and all((ROOT / path).is_file() for path in (*left_out, *pair))
+    for file in files:
+        folders = {str(folder) for folder in file.parents}
+        assert sum(len(folders.intersection(part)) for part in parts) == 1, file
+    assert "tests/layer/test_layer_distributed.py" in {*left_out} & {*pair}
+
+
+def ran(monkeypatch, path, part, outcomes, *, maxfail=0, code=pytest.ExitCode.OK):
+    """The record after a run of tests with these outcomes by their names."""
+    monkeypatch.setenv("MOE_OPS_RECORD", str(path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.delenv("MOE_OPS_PART", raising=False)
+    if part is not None:
+        monkeypatch.setenv("MOE_OPS_PART", part)
+    stats = {}
+    for name, outcome in outcomes.items():
+        stats.setdefault(outcome, []).append(SimpleNamespace(nodeid=name, user_properties=[]))
+    reporter = SimpleNamespace(stats=stats, write_line=lambda text: None)
+    config = SimpleNamespace(
+        option=SimpleNamespace(maxfail=maxfail),
+        invocation_params=SimpleNamespace(args=["-n", "2"]),
+    )
+    record.pytest_terminal_summary(reporter, code, config)
+    return json.loads(path.read_text())
+
+
+def test_the_parts_of_a_record(monkeypatch, tmp_path):
+    """A record is complete once all parts of one number ran to their end, at one commit."""
+    monkeypatch.setenv("MOE_OPS_COMMIT", "abc")
+    one, two = {"a.py::x": "passed"}, {"b.py::y": "passed", "b.py::z": "passed"}
+
+    def run(*given, **how):
+        found = ran(monkeypatch, tmp_path / "gpu_tests.json", *given, **how)
+        return found["complete"], [*found["parts"]], found["passed"], found["failed"]
+
+    assert run("1/2", one) == (False, ["1/2"], 1, 0)
+    failed = pytest.ExitCode.TESTS_FAILED
+    broken = {"b.py::y": "failed", "b.py::z": "passed"}
+    assert run("2/2", broken, code=failed) == (True, ["1/2", "2/2"], 2, 1)
+    assert run("2/2", two) == (True, ["1/2", "2/2"], 3, 0)
+    assert run("2/2", {"b.py::z": "passed"}, maxfail=1) == (False, [], 2, 0)
+    assert run("1/2", one)[:2] == (False, ["1/2"])
+    assert run("2/2", two, code=pytest.ExitCode.INTERRUPTED)[:2] == (False, [])
+    assert run("1/2", one) and run("2/2", two)[0]
+    assert run(None, {"a.py::x": "passed"})[:2] == (False, [])
+    assert run("1/3", one)[:2] == (False, ["1/3"])
+    assert run("1/1", {**one, **two}) == (True, ["1/1"], 3, 0)
+    monkeypatch.setenv("MOE_OPS_COMMIT", "def")
+    assert run("1/2", one) == (False, ["1/2"], 1, 0)
+
+
+def test_a_record_needs_a_commit(monkeypatch, tmp_path):
+    """Two copies without git would merge, whatever their code is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MOE_OPS_COMMIT", raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    record.pytest_configure(None)  # writes no record
+    monkeypatch.setenv("MOE_OPS_RECORD", str(tmp_path / "gpu_tests.json"))
+    for path in ("", str(tmp_path)):  # with git, and without
+        with pytest.raises(pytest.UsageError, match="MOE_OPS_COMMIT must name the commit"):
+            record.pytest_configure(None)
+        monkeypatch.setenv("PATH", path or str(tmp_path))
+    monkeypatch.setenv("MOE_OPS_COMMIT", "abc")
+    record.pytest_configure(None)

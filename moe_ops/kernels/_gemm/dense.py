@@ -18,7 +18,13 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.dispatch.tile_plan import split_tiles
-from moe_ops.dispatch.tiles import TileConfig, cuts_up, max_programs
+from moe_ops.dispatch.tiles import (
+    TileConfig,
+    cuts_up,
+    max_programs,
+    own_plan,
+    with_own_plan,
+)
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
@@ -37,6 +43,7 @@ from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels.activation import constants, gate, gate_up
+from moe_ops.kernels.align import sorted_slots
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -132,6 +139,9 @@ class DenseGemm:
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, tiles = problem.sizes, plan.config
+        self.sorts = own_plan(sizes, tiles)
+        if self.sorts:
+            sizes = with_own_plan(sizes, tiles)
         self.rule, self.part = sizes.rule, cuts_up(sizes, tiles)
         self.programs = max_programs(sizes, tiles)
         how = (sizes.n, sizes.k, problem.top_k, problem.permuted, problem.activation, tiles)
@@ -139,8 +149,10 @@ class DenseGemm:
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
-        a, w, num_slots = given.a, given.w, out.shape[0]
-        told = tile_arguments(given.tiles, num_slots, w.shape[0])
+        a, w, num_slots, tiles = given.a, given.w, out.shape[0], given.tiles
+        if self.sorts:
+            tiles = (sorted_slots(*tiles[1:], w.shape[0], self.rule), *tiles[1:])
+        told = tile_arguments(tiles, num_slots, w.shape[0])
         if self.part and told[3] is None:  # a plan for Hopper's kernels, which do not serve
             plan = split_tiles(told[0], num_slots, w.shape[0], self.rule, self.part)
             told = (plan, *told[1:-1], plan.shape[0])

@@ -1,0 +1,90 @@
+"""Saved transformers models: parts that were quantized, records that do not fit, broken files."""
+
+import json
+
+import pytest
+import torch
+
+import moe_ops
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_transformers import tiny_qwen3  # noqa: E402
+
+import moe_ops.integrations.transformers as integration  # noqa: E402
+
+PREFIX = "model.layers.0.mlp.experts"
+
+
+def ids():
+    return torch.arange(26).view(2, 13)
+
+
+def quantized_model():
+    return moe_ops.quantize_(tiny_qwen3("cpu"), "fp8_channel", progress=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "part", ["model", "model.layers", "model.layers.1", "model.layers.1.mlp.experts"]
+)
+def test_a_model_of_which_a_part_was_quantized(part, tmp_path):
+    """The model around the part is saved as one that was passed whole."""
+    model = tiny_qwen3("cpu")
+    moe_ops.quantize_(model.get_submodule(part), "fp8_channel", progress=False)
+    model.save_pretrained(tmp_path)
+    read, report = integration.from_pretrained(
+        tmp_path, dtype=model.dtype, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert torch.equal(read(ids()).logits, model(ids()).logits)
+    record = json.loads((tmp_path / "config.json").read_text())["moe_ops"]
+    assert list(record) == [n for n, m in model.named_modules() if hasattr(m, "moe_ops_layer")]
+
+
+def test_models_without_quantized_experts_have_no_quantizer():
+    model = tiny_qwen3("cpu")
+    assert not hasattr(model, "hf_quantizer")
+    moe_ops.quantize_(model.model.layers[1], "fp8_channel", progress=False)
+    assert model.hf_quantizer.is_serializable()
+
+
+def records(record):
+    """Records of the experts that do not fit the model or its files, and what the error names."""
+    first, second = record
+    entry = record[first]
+    yield {second: record[second]}, f"none for {first} "
+    yield record | {"model.layers.9.mlp.experts": entry}, "got 'model.layers.9.mlp.experts'"
+    yield record | {"model.layers.0.mlp.gate": entry}, "got 'model.layers.0.mlp.gate'"
+    yield record | {second: entry}, f"none for {second} "
+    yield record | {first: {"checkpoint": first}}, f"a scheme and a checkpoint for {first}, got"
+    yield record | {first: 3}, f"a scheme and a checkpoint for {first}, got 3"
+
+
+def test_records_that_do_not_fit(tmp_path):
+    """Experts that a record lacks would be read as plain weights, without their scales."""
+    quantized_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for record, match in records(config["moe_ops"]):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"moe_ops": record}))
+        with pytest.raises(ValueError, match=f"config.moe_ops must .*{match}"):
+            integration.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("size", ["3KB", "1GB"])
+def test_files_that_are_cut_off_are_named(size, tmp_path):
+    """In the first file, in the last one, and in the index; below a subfolder too."""
+    folder = tmp_path / "inside"
+    quantized_model().save_pretrained(folder, max_shard_size=size)
+    files = sorted(folder.glob("model*"))
+    assert len(files) == 1 if size == "1GB" else len(files) > 3
+    for file in {files[0], files[len(files) // 2], files[-1]}:
+        whole = file.read_bytes()
+        header = int.from_bytes(whole[:8], "little")
+        for length in (0, 5, min(8 + header // 2, len(whole) // 2), len(whole) - 2):
+            file.write_bytes(whole[:length])
+            for place in ({"path": folder}, {"path": tmp_path, "subfolder": "inside"}):
+                with pytest.raises(ValueError, match=rf"{file.name} must be (a whole|an index)"):
+                    integration.from_pretrained(**place)
+        file.write_bytes(whole)
+    integration.from_pretrained(folder)
