@@ -16,6 +16,7 @@ from moe_ops.bench.peers import PEERS
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 report = import_module("report")
+peers_report = import_module("peers_report")
 
 CPU = torch.device("cpu")
 SMALL = problems.Problem("small", 8, 2, 256, 128, timed=False)
@@ -66,8 +67,6 @@ def test_schemes():
     for name, peer in PEERS.items():
         assert peer.makers.keys() <= schemes, name
         assert not peer.takes("mxfp8", QWEN, 8)
-    shown = {scheme for (scheme, impl), _ in report.HEADLINE.values() if impl == report.BEST}
-    assert shown <= {scheme for peer in PEERS.values() for scheme in peer.makers}
 
 
 def test_what_is_declined():
@@ -405,20 +404,46 @@ def test_cases_that_a_peer_takes(monkeypatch, tmp_path, capsys):
     assert found == [("fp8_channel", 2)] and len(rows) == 5
 
 
-def test_headline_against_the_best_peer():
-    def row(shape, impl, time_us, scheme="bf16"):
-        return {"scheme": scheme, "shape": shape, "M": 8, "impl": impl, "routing": "uniform",
-                "time_us": time_us, "floor_us": None}  # fmt: skip
-
-    rows = [
-        row("a", "moe_ops", 10.0), row("a", "x", 40.0), row("a", "y", 20.0),
-        row("b", "moe_ops", 10.0), row("b", "x", 80.0), row("b", "moe_ops-invariant", 1.0),
-        row("a", "moe_ops", 5.0, "fp8_block128"), row("a", "x", 15.0, "fp8_block128"),
-    ]  # fmt: skip
+def record_of(*rows):
     header = {"gpu": "G", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04"}
-    text = report.headline([{**header, "commit": "0123456789", "rows": rows}])
-    lines = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines()[2:] if "|" in line)
-    assert lines["times as fast as the best peer of each layer"].split(" | ")[1] == "4.00"
-    assert lines["`fp8_block128`: times as fast as the best peer (a)"].split(" | ")[1] == "3.00"
-    assert "Peers: x; y (a)." in text
-    assert not any("mxfp4" in label for label in lines)
+    return {**header, "commit": "0123456789", "rows": list(rows)}
+
+
+def row(shape, impl, time_us, scheme="bf16", tokens=8, routing="uniform"):
+    return {"scheme": scheme, "shape": shape, "M": tokens, "impl": impl, "routing": routing,
+            "time_us": time_us, "floor_us": None}  # fmt: skip
+
+
+ROWS = (
+    row("a", "moe_ops", 10.0), row("a", "x", 40.0), row("a", "y", 20.0),
+    row("b", "moe_ops", 20.0), row("b", "x", 10.0), row("b", "moe_ops-invariant", 1.0),
+    row("c", "moe_ops", 10.0), row("c", "x", 10.0), row("c", "y", 1.0, routing="zipf"),
+    row("a", "moe_ops", 5.0, "fp8_block128"), row("a", "x", 15.0, "fp8_block128", 64),
+    row("phi-3.5-moe", "moe_ops", 3.0), row("phi-3.5-moe", "y", 2.0),
+)  # fmt: skip
+
+
+def test_headline_beside_the_best_peer():
+    """Its cells name the peer that is the best on most layers; untuned layers have their line."""
+    text = report.headline([record_of(*ROWS)])
+    assert "| `bf16` (3 layers) | - | 1.00 x | - |" in text, "(0.5 * 2 * 1) ** (1 / 3)"
+    assert "| `bf16` (1 layer that nobody tuned) | - | 1.50 y | - |" in text
+    assert "fp8_block128` (" not in text, "no peer was timed with as many tokens"
+    assert (
+        "A peer is faster in 2 of the 4 cells: `bf16` of b with 8 tokens (2.00, x);"
+        " `bf16` of phi-3.5-moe with 8 tokens (1.50, y)." in text
+    )
+    assert "over 3 models' layers (a, b, c)" in text and "Peers: x; y (a)." in text
+
+
+def test_every_cell_beside_its_best_peer():
+    other = record_of(row("a", "moe_ops", 1.0), row("a", "x", 4.0, tokens=64))
+    text = peers_report.report([record_of(*ROWS), other])
+    assert text.count("\n### ") == 1, "the other GPU has no peer"
+    assert text.endswith(
+        "#### G beside peers: bf16\n\n| tokens: | 8 |\n| --- | --: |\n| a | 0.50 y |\n"
+        "| b | **2.00 x** |\n| c | 1.00 x |\n| phi-3.5-moe | **1.50 y** |"
+    )
+    found = peers_report.cells(record_of(*ROWS))
+    assert "(2.00, x); and 1 more." in peers_report.in_words(found, 1)
+    assert peers_report.in_words(found[:1]) == "No peer is faster in any of the 1 cells."
