@@ -127,25 +127,6 @@ def test_names_of_models():
         problems.find_problem("Mixtral-9x7B")
 
 
-def test_layers_that_nobody_tuned():
-    """``--model untuned`` is five layers of these sizes, and no file of tuned tiles is theirs."""
-    chosen = bench_layer.options(
-        ["--model", "untuned,qwen3-30b,phi-3.5-moe", "--tokens", "1"], None
-    )
-    *untuned, qwen = chosen.problems
-    sizes = {(p.num_experts, p.top_k, p.hidden_size, p.intermediate_size) for p in untuned}
-    assert sizes == {
-        (160, 8, 6144, 640), (64, 6, 2048, 1408), (16, 2, 4096, 6400), (896, 16, 3584, 384),
-        (48, 1, 5120, 8192),
-    }  # fmt: skip
-    assert qwen.name == "qwen3-30b" and not any(problem.timed for problem in untuned)
-    files = [path.name for path in (ROOT / "moe_ops/configs").glob("*.json")]
-    for experts, _, hidden, inner in sizes:
-        assert not any(f.startswith(f"E={experts},N={inner},K={hidden},") for f in files)
-    with pytest.raises(ValueError, match="unknown model 'untund'"):
-        problems.find_problems("untund")
-
-
 def test_routings():
     problem, cpu = problems.load_problems()["qwen3-30b"], torch.device("cpu")
     uniform, zipf = (problems.make_inputs(problem, 8, r, cpu) for r in problems.ROUTINGS)
