@@ -121,15 +121,11 @@ def hub_kernel(name: str) -> str | None:
 
 
 def whole_groups(scheme: str, problem: Problem, tokens: int) -> bool:
-    """Whether groups and blocks that share a scale divide the weights' sizes."""
+    """Whether groups and square blocks that share a scale divide the weights' sizes."""
     del tokens
     quant = None if scheme == "bf16" else get_scheme(scheme).weight
-    if quant is None:
-        return True
-    hidden, inner = problem.hidden_size, problem.intermediate_size
-    columns = quant.group.cols if quant.group.cols > 0 else 1
-    rows = quant.group.rows if quant.group.rows > 0 else 1
-    return not (hidden % columns or inner % columns or hidden % rows or problem.w1_rows % rows)
+    columns = 1 if quant is None else max(1, quant.group.cols)
+    return not (problem.hidden_size % columns or problem.intermediate_size % columns)
 
 
 def marlin_tiles(scheme: str, problem: Problem, tokens: int) -> bool:

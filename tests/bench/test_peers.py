@@ -85,6 +85,8 @@ def test_what_is_declined():
     assert {scheme for scheme in moe_ops.SCHEMES if marlin.takes(scheme, QWEN, 1)} == taken
     assert not any(marlin.takes(scheme, gpt_oss, 1) for scheme in taken), "2880 = 22.5 * 128"
     blocks = {"fp8_block128", "int4_w4a16_g128"}
+    narrow = own("narrow", 8, 2, 256, 192, timed=False)
+    assert not any(PEERS["humming"].takes(scheme, narrow, 1) for scheme in blocks)
     for name in ("vllm-triton", "vllm-modular", "vllm-deepgemm", "humming"):
         refused = {s for s in PEERS[name].makers if not PEERS[name].takes(s, gpt_oss, 1)}
         assert refused == blocks & PEERS[name].makers.keys(), name
