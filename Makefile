@@ -162,6 +162,7 @@ lint: $(TOOLS)
 docs: $(READY) $(DOCS)/ready
 	$(PY) docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	! grep -rl --include='*.html' 'src="http' build/site # pages load nothing from elsewhere
 
 $(DOCS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS)

@@ -54,10 +54,10 @@ def cases_of(rows: list[Record]) -> list[tuple[str, int]]:
 
 def _parts(record: Record) -> list[str]:
     rows = timed(record)
-    parts = [source(record)] if rows else []
+    parts = [f"## {record['gpu']}", source(record)] if rows else []
     for model, layers in models_of(rows):
         mine = [row for row in rows if (row["model"], row["layers"]) == (model, layers)]
-        parts.append(f"**{title(model, layers, mine)}**")
+        parts.append(f"### {record['gpu']}: {title(model, layers, mine)}")
         for mode, text in MODES.items():
             part = [row for row in mine if row["mode"] == mode]
             if part:

@@ -14,6 +14,7 @@ except ImportError:
     raise SystemExit("plotting needs matplotlib: install moe_ops[bench]") from None
 import models_report
 import roofline
+from report import ESTIMATE
 
 COLUMNS = 3
 MODE = "captured"
@@ -24,9 +25,9 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Draw one figure of the rows of one scheme and routing."""
     shapes = sorted({row["shape"] for row in rows})
     columns = min(COLUMNS, len(shapes))
-    lines = -(-len(shapes) // columns)
+    height = -(-len(shapes) // columns)
     figure, axes = plt.subplots(
-        lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False, layout="constrained"
+        height, columns, figsize=(5 * columns, 4 * height), squeeze=False, layout="constrained"
     )
     impls = sorted({row["impl"] for row in rows}, key=lambda impl: (impl != "moe_ops", impl))
     for axis, shape in zip(axes.flat, shapes, strict=False):
@@ -34,6 +35,10 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.set_title(shape)
     for axis in axes.flat[len(shapes) :]:
         axis.remove()
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
+    figure.legend(
+        handles=list(lines.values()), ncols=min(6, len(lines)), loc="outside lower center"
+    )
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -45,13 +50,13 @@ def _panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
         mine = sorted((row for row in rows if row["impl"] == impl), key=lambda row: row["M"])
         if mine:
             times = [row["time_us"] for row in mine]
-            axis.plot([row["M"] for row in mine], times, "o-", color=f"C{color}", label=impl)
+            look = {"color": f"C{color}", "label": impl, **roofline.marker(impl, impls)}
+            axis.plot([row["M"] for row in mine], times, "-", **look)
     floor = sorted({(row["M"], row["floor_us"]) for row in rows if row["floor_us"] is not None})
     if floor:
-        axis.plot(*zip(*floor, strict=True), "--", color="black", label="floor")
+        axis.plot(*zip(*floor, strict=True), "--", color="black", label=ESTIMATE)
     axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time (us)")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
 
 
 def plot_models(record: dict[str, Any], folder: Path) -> None:

@@ -23,6 +23,7 @@ average from those of the unquantized model; beside it, how often first choices 
 Perplexity may fall by chance. Bytes: of an expert, scales included. Hidden and intermediate
 size are 128, so groups of 128 are whole rows here. A model this small says which schemes cost more
 than others, not what they cost a large one."""
+COLORS = {"weights only quantized": "C0", "weights, activations quantized": "C3"}
 LABEL_GAP = 0.033
 """Least distance between two labels, as a fraction of the plot's height."""
 
@@ -99,32 +100,34 @@ def save(record: Record, folder: Path) -> None:
 
 def plot(record: Record, path: Path) -> None:
     """Plot KL divergence over bytes per expert."""
-    rows = [row for row in record["rows"] if row["scheme"] != "unquantized"]
-    figure, axis = plt.subplots(figsize=(11, 7), layout="constrained")
-    for label, color, quantized in (
-        ("weights only", "C0", False),
-        ("weights, activations", "C3", True),
-    ):
-        mine = [r for r in rows if (get_scheme(r["scheme"]).activation is not None) == quantized]
-        axis.plot(
-            [r["bytes_per_expert"] / 1024 for r in mine], [r["kl"] for r in mine], "o",
-            color=color, label=f"{label} quantized",
-        )  # fmt: skip
-    largest = max(row["bytes_per_expert"] for row in rows) / 1024
-    least, most = (extreme(row["kl"] for row in rows) for extreme in (min, max))
-    axis.set(
-        yscale="log", xlim=(None, largest * 1.25), ylim=(least / 1.7, most * 1.7),
-        xlabel="bytes of an expert (KiB)",
-        ylabel="KL divergence to the unquantized model (nats)",
-        title=f"The demo's model on {record['tokens']:,} held-out tokens; "
-        f"bfloat16 experts take {unquantized_kib(record):.0f} KiB",
-    )  # fmt: skip
-    axis.grid(alpha=0.3, which="both")
-    axis.legend(loc="lower left")
-    for cluster in clusters(rows):
-        _label(axis, cluster)
+    figure = draw(record)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw(record: Record) -> Any:
+    """Draw a panel for each group of schemes that take about the same memory."""
+    rows = [row for row in record["rows"] if row["scheme"] != "unquantized"]
+    groups = clusters(rows)
+    figure, axes = plt.subplots(
+        1, len(groups), figsize=(12, 7.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    least, most = (extreme(row["kl"] for row in rows) for extreme in (min, max))
+    axes[0, 0].set(
+        yscale="log", ylim=(least / 1.7, most * 1.7),
+        ylabel="KL divergence to the unquantized model (nats)",
+    )  # fmt: skip
+    figure.suptitle(
+        f"The demo's model on {record['tokens']:,} held-out tokens; "
+        f"bfloat16 experts take {unquantized_kib(record):.0f} KiB"
+    )
+    for axis, group in zip(axes.flat, groups, strict=True):
+        axis.set_xlabel("bytes of an expert (KiB)")
+        axis.grid(alpha=0.3, which="both")
+        _label(axis, group)
+    dots = [plt.Line2D([], [], color=c, marker="o", ls="", label=n) for n, c in COLORS.items()]
+    figure.legend(handles=dots, ncols=len(dots), loc="outside lower center")
+    return figure
 
 
 def unquantized_kib(record: Record) -> float:
@@ -145,18 +148,21 @@ def clusters(rows: list[Record]) -> list[list[Record]]:
 
 
 def _label(axis: Any, rows: list[Record]) -> None:
-    """Draw names in a column to the right of their points, without overlaps."""
+    """Draw points, and names in a column to the right of them, without overlaps."""
     low, high = map(math.log, axis.get_ylim())
-    gap = LABEL_GAP * (high - low)
     rows = sorted(rows, key=lambda row: row["kl"])
-    wanted = [math.log(row["kl"]) for row in rows]
-    places = spread(wanted, gap)
-    column = max(row["bytes_per_expert"] for row in rows) / 1024 * 1.04
-    line = {"arrowstyle": "-", "color": "0.6", "lw": 0.7, "relpos": (0, 0.5)}
-    for row, place in zip(rows, places, strict=True):
+    places = spread([math.log(row["kl"]) for row in rows], LABEL_GAP * (high - low))
+    sizes = [row["bytes_per_expert"] / 1024 for row in rows]
+    width = max(sizes) - min(sizes) or 1.0
+    column = max(sizes) + 0.3 * width
+    axis.set_xlim(min(sizes) - 0.1 * width, column + 0.9 * width)
+    for row, size, place in zip(rows, sizes, places, strict=True):
+        alone = get_scheme(row["scheme"]).activation is None
+        color = list(COLORS.values())[not alone]
+        axis.plot(size, row["kl"], "o", color=color)
         axis.annotate(
-            row["scheme"], (row["bytes_per_expert"] / 1024, row["kl"]), (column, math.exp(place)),
-            va="center", fontsize=9, arrowprops=line,
+            row["scheme"], (size, row["kl"]), (column, math.exp(place)), va="center", fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.6, "relpos": (0, 0.5)},
         )  # fmt: skip
 
 

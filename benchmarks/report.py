@@ -17,13 +17,15 @@ BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 RESULTS = Path(__file__).with_name("results")
 TOKENS = (1, 8, 64, 512, 4096, 16384)
 OURS, INVARIANT = "moe_ops", "moe_ops-invariant"
+ESTIMATE = "estimate"
+"""What the GPU's measured rates allow: `floor_us` of a record. A GPU may be a little faster."""
 BEST = "best peer"
 """The fastest peer in the record, for each layer and number of tokens."""
 LEGEND = f"""\
 Microseconds for the whole layer, uniform routing: median over replays of a CUDA graph, each with a
 cold L2 cache. In brackets the time of {OURS} over that line's: below 1, {OURS} is faster. Bold is
-the fastest. The floor is the least that the GPU's bandwidth and arithmetic allow; how all of it is
-measured: `benchmarks/README.md`."""
+the fastest. The estimate is the time that bandwidth and arithmetic need at measured rates; how all
+of it is measured: `benchmarks/README.md`."""
 INVARIANT_LEGEND = f"""\
 Cost of batch invariance: the time of `batch_invariant=True` in microseconds, and in brackets how
 many times that of {OURS} without it."""
@@ -31,7 +33,7 @@ many times that of {OURS} without it."""
 HEADLINE = {
     "times as fast as transformers' `grouped_mm`": (("bf16", "hf-grouped_mm"), ("bf16", OURS)),
     "times as fast as the best peer of each layer": (("bf16", BEST), ("bf16", OURS)),
-    "time over the least that the GPU allows": (("bf16", OURS), ("bf16", "floor")),
+    "time over the estimate of what the GPU allows": (("bf16", OURS), ("bf16", ESTIMATE)),
     "`fp8_block128`: times as fast as bf16": (("bf16", OURS), ("fp8_block128", OURS)),
     "`mxfp4_w4a16`: times as fast as bf16": (("bf16", OURS), ("mxfp4_w4a16", OURS)),
     **{
@@ -71,7 +73,7 @@ def read_records(results: Path, name: str = "layer.json") -> list[Record]:
 
 
 def report(records: list[Record]) -> str:
-    """The Markdown of all ``records``: one table per GPU and scheme, uniform routing."""
+    """The Markdown of all ``records``: a heading and table per GPU and scheme, uniform routing."""
     if not records:
         return "No results yet."
     return "\n\n".join([LEGEND, *(part for record in records for part in _parts(record))])
@@ -100,9 +102,15 @@ def _parts(record: Record) -> list[str]:
     for row in shown:
         if row["impl"] != INVARIANT:
             by_scheme[row["scheme"]].append(row)
-    tables = [f"`{scheme}`:\n\n{_table(rows)}" for scheme, rows in sorted(by_scheme.items())]
+    gpu = record["gpu"]
+    tables = [
+        part
+        for scheme, rows in sorted(by_scheme.items())
+        for part in (f"#### {gpu}: {scheme}", _table(rows))
+    ]
     cost = _invariance(shown)
-    return [source(record), *tables, *([INVARIANT_LEGEND, cost] if cost else [])]
+    last = [f"#### {gpu}: batch invariance", INVARIANT_LEGEND, cost] if cost else []
+    return [f"### {gpu}", source(record), *tables, *last]
 
 
 def _invariance(rows: list[Record]) -> str | None:
@@ -139,7 +147,7 @@ def _headline(record: Record) -> list[str]:
     rows = [r for r in record["rows"] if r["routing"] == "uniform" and r["M"] in TOKENS]
     times = {(r["scheme"], r["impl"], r["M"], r["shape"]): r["time_us"] for r in rows}
     ours = [row for row in rows if row["impl"] == OURS]
-    times |= {(r["scheme"], "floor", r["M"], r["shape"]): r["floor_us"] for r in ours}
+    times |= {(r["scheme"], ESTIMATE, r["M"], r["shape"]): r["floor_us"] for r in ours}
     times |= _best_peers(rows)
     shapes = dict.fromkeys(row["shape"] for row in rows)
 
@@ -242,13 +250,13 @@ def _table(rows: list[Record]) -> str:
 
 
 def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list[str]]:
-    """The lines of one shape: moe_ops, the lower bound, and each peer."""
-    times: dict[str, dict[int, float]] = {OURS: {}, "floor": {}}
+    """The lines of one shape: moe_ops, the estimate, and each peer."""
+    times: dict[str, dict[int, float]] = {OURS: {}, ESTIMATE: {}}
     for row in rows:
         times.setdefault(row["impl"], {})[row["M"]] = row["time_us"]
         if row["floor_us"] is not None:
-            times["floor"][row["M"]] = row["floor_us"]
-    peers = sorted(times.keys() - {OURS, "floor"})
+            times[ESTIMATE][row["M"]] = row["floor_us"]
+    peers = sorted(times.keys() - {OURS, ESTIMATE})
     rivals = [impl for impl in peers if not _ours(impl)]
     contest = [times[impl] for impl in (OURS, *rivals)] if rivals else []
 
@@ -261,7 +269,7 @@ def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list
             text = f"**{text}**" if contest else text
         return text if impl == OURS or ours is None else f"{text} ({ours / time:.2f})"
 
-    impls = [impl for impl in (OURS, "floor", *peers) if times[impl]]
+    impls = [impl for impl in (OURS, ESTIMATE, *peers) if times[impl]]
     return [
         [shape if impl == impls[0] else "", impl, *(cell(impl, m) for m in tokens)]
         for impl in impls

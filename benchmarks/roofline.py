@@ -21,7 +21,7 @@ from moe_ops.bench.problems import Problem, load_problems
 from moe_ops.scheme import Scheme
 
 OURS = "moe_ops"
-_MARKERS = "os^Dv"
+MARKERS = "os^Dv<>PX*hpd8"
 """Markers by implementation: the first, filled, is this library's; the others are hollow."""
 
 
@@ -114,7 +114,7 @@ def plot(rows: list[dict[str, Any]], gpu: str, title: str, path: Path) -> None:
     points, roof = points_of(rows), roof_of(gpu, scheme_of(rows[0]["scheme"]))
     shapes = sorted({point.shape for point in points})
     impls = sorted({point.impl for point in points}, key=lambda impl: (impl != OURS, impl))
-    figure, axes = plt.subplots(1, 2, figsize=(15, 6.5), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(16, 6.5), layout="constrained")
     for axis, rate, unit in zip(
         axes, ("tflop_per_s", "tb_per_s"), ("TFLOP/s", "TB/s"), strict=True
     ):
@@ -130,7 +130,8 @@ def plot(rows: list[dict[str, Any]], gpu: str, title: str, path: Path) -> None:
             numbers.set_major_formatter(_tick)
             numbers.set_minor_formatter(_tick)
         axis.grid(alpha=0.3)
-    axes[0].legend(handles=_legend(shapes, impls), fontsize="small", loc="lower right")
+    handles = _legend(shapes, impls)
+    figure.legend(handles=handles, fontsize="small", loc="outside right center")
     tokens = ", ".join(map(str, sorted({point.tokens for point in points})))
     figure.suptitle(f"{title}; tokens, from left to right: {tokens}")
     figure.savefig(path, dpi=110)
@@ -150,14 +151,17 @@ def _draw(points: list[Point], axis: Any, rate: str, shapes: list[str], impls: l
         color = f"C{shapes.index(points[0].shape)}"
         axis.plot(
             [point.work.intensity for point in mine], [getattr(point, rate) for point in mine],
-            linewidth=1, linestyle="-" if impl == OURS else "", color=color, **_marker(impl, impls),
+            linewidth=1, linestyle="-" if impl == OURS else "", color=color, **marker(impl, impls),
         )  # fmt: skip
 
 
-def _marker(impl: str, impls: list[str]) -> dict[str, Any]:
+def marker(impl: str, impls: list[str]) -> dict[str, Any]:
+    """The marker of one of several implementations, which no other of them has."""
+    if len({OURS, *impls}) > len(MARKERS):
+        raise ValueError(f"impls must be at most {len(MARKERS)} to differ, got {len(impls)}")
     number = 0 if impl == OURS else 1 + [i for i in impls if i != OURS].index(impl)
     hollow = {} if impl == OURS else {"markerfacecolor": "none"}
-    return {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 6, **hollow}
+    return {"marker": MARKERS[number], "markersize": 6, **hollow}
 
 
 def _draw_roof(axis: Any, roof: Roof, rate: str, intensities: list[float]) -> None:
@@ -182,7 +186,7 @@ def _draw_roof(axis: Any, roof: Roof, rate: str, intensities: list[float]) -> No
 def _legend(shapes: list[str], impls: list[str]) -> list[Line2D]:
     colors = [Line2D([], [], color=f"C{i}", label=shape) for i, shape in enumerate(shapes)]
     markers = [
-        Line2D([], [], color="black", linestyle="", label=impl, **_marker(impl, impls))
+        Line2D([], [], color="black", linestyle="", label=impl, **marker(impl, impls))
         for impl in impls
     ]
     return [*colors, *markers, Line2D([], [], color="black", ls="--", label="ceiling (measured)")]

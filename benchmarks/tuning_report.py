@@ -16,7 +16,10 @@ Record = dict[str, Any]
 
 def report(records: list[Record]) -> str:
     """The Markdown of all ``records``: a table per GPU."""
-    parts = [f"{source(record)}\n\n{_table(record['rows'])}" for record in records]
+    parts = [
+        f"### Tuned tiles: {record['gpu']}\n\n{source(record)}\n\n{_table(record['rows'])}"
+        for record in records
+    ]
     return "\n\n".join([LEGEND, *parts]) if parts else NONE
 
 

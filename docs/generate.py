@@ -20,12 +20,14 @@ from typing import Any
 import transformers
 
 import moe_ops
-from moe_ops.activation import MoEActivation
+from moe_ops import FusedMoEConfig, RoutingMethodType, Scheme, explain, support
+from moe_ops.activation import Activation, MoEActivation, settings_of
 from moe_ops.bench.problems import load_problems
 from moe_ops.loading import LAYOUTS
-from moe_ops.pipeline.devices import MEASURED, TARGETS
-from moe_ops.scheme import SCHEMES
-from moe_ops.support import ARCHITECTURES, block_scaled_note, support_table
+from moe_ops.pipeline.devices import MEASURED, TARGETS, Target
+from moe_ops.scheme import SCHEMES, min_capability
+from moe_ops.scheme.capability import schemes_instead, what_lacks
+from moe_ops.support import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -131,6 +133,66 @@ def activations() -> str:
     return report.markdown(["activation", "gate", "rows of w1"], lines, labels=3)
 
 
+def formulas() -> str:
+    """A line per activation: its function, its settings, and the function with all settings."""
+    lines = []
+    for kind in MoEActivation:
+        settings = settings_of(kind)
+        required = [name for name, default in settings.items() if default == "required"]
+        rule = Activation(kind, **dict.fromkeys(required, 1.0)).formula()
+        plain, general = rule.expression(required), rule.expression(settings)
+        lines.append(
+            [
+                f"`{kind.value}`",
+                f"`{plain}`",
+                ", ".join(f"`{name}` ({default})" for name, default in settings.items()) or "-",
+                "-" if general == plain else f"`{general}`",
+            ]
+        )
+    head = ["activation", "function", "settings (default)", "with every setting"]
+    return report.markdown(head, lines, labels=4)
+
+
+def gpus() -> str:
+    """A line per group of schemes: the kernels of their GEMMs on each GPU, or that none runs."""
+    problem = load_problems()["qwen3-30b"]
+    config = FusedMoEConfig(
+        problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size,
+        problem.num_experts, "silu", "meta", RoutingMethodType.Default,
+    )  # fmt: skip
+    targets = [target for target in TARGETS.values() if target.facts is not None]
+
+    def kernels(scheme: Scheme, target: Target) -> str:
+        if what_lacks(scheme, target.facts.arch):
+            return "**no**"
+        costs = explain(config, scheme, num_tokens=TOKENS, device=target.name).costs
+        return "<br>".join(dict.fromkeys(f"`{name}`" for cost in costs for name in cost.kernels))
+
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for scheme in SCHEMES.values():
+        alike.setdefault(tuple(kernels(scheme, t) for t in targets), []).append(f"`{scheme.name}`")
+    lines = [["<br>".join(names), *cells] for cells, names in alike.items()]
+    head = ["schemes", *(f"{t.name}<br>{_ran_on(t) or t.gpu}" for t in targets)]
+    return report.markdown(head, lines, labels=len(head))
+
+
+TOKENS = (1, 64, 4096)
+"""Tokens for which `gpus` asks for kernels."""
+
+
+def instead() -> str:
+    """A line per scheme that some GPU cannot run: what it lacks, and what runs there."""
+    lines = []
+    for scheme in SCHEMES.values():
+        lowest = min_capability(scheme.activation)
+        archs = [t.facts.arch for t in TARGETS.values() if t.facts and t.facts.arch < lowest]
+        if archs:
+            weights, names = schemes_instead(scheme, max(archs))
+            told = ", ".join(f"`{name}`" for name in names) or "-"
+            lines.append([f"`{scheme.name}`", f"sm_{lowest}", told, weights if names else "-"])
+    return report.markdown(["scheme", "runs from", "below it", "with"], lines, labels=4)
+
+
 def layouts() -> str:
     """A line per layout of checkpoints."""
     names = list(inspect.signature(moe_ops.loading.CheckpointLayout).parameters)
@@ -142,24 +204,28 @@ def layouts() -> str:
 
 
 def architectures() -> str:
-    """A line per GPU that layers can be explained for, and what is known of it."""
+    """A line per architecture that layers can be explained for, and what is known of it."""
     lines = []
     for target in TARGETS.values():
         if target.facts is None:
             continue
         compiled = target.facts.arch in ARCHITECTURES
-        ran = RESULTS / target.gpu.lower().replace(" ", "-") / "gpu_tests.json"
         lines.append(
             [
                 f"`{target.name}`",
                 target.gpu,
                 "yes" if compiled else "no",
-                "yes" if ran.exists() else "**no**",
+                _ran_on(target) or "**none**",
                 "yes" if target.speed else "no",
             ]
         )
-    head = ["architecture", "GPU that stands for it", "compiled in tests", "tests run", "speed"]
+    head = ["architecture", "GPU that stands for it", "compiled in tests", "tests ran on", "speed"]
     return report.markdown(head, lines, labels=5)
+
+
+def _ran_on(target: Target) -> str:
+    """The GPUs of an architecture on which the tests have run."""
+    return ", ".join(gpu for gpu, arch in support.MEASURED.items() if arch == target.facts.arch)
 
 
 def gpu_tests() -> str:
@@ -169,7 +235,7 @@ def gpu_tests() -> str:
         record = json.loads(path.read_text())
         failures = [t for file in record["files"].values() for t in file.get("failures", ())]
         counts = [f"{record[name]:,}" for name in ("passed", "failed", "skipped")]
-        told = ", ".join(f"`{name}`" for name in failures) or "-"
+        told = "<br>".join(f"`{name}`" for name in failures) or "-"
         whole = "yes" if record.get("complete") else "no"
         lines.append([f"`{path.stem}`", record["gpu"], *_when(record), whole, told, *counts])
     head = ["record", "GPU", "commit", "date", "all parts", "which failed"]
@@ -260,7 +326,7 @@ def whole_models() -> str:
     """The tables of whole models, and the plots of every GPU's record."""
     tables = models_report.report(report.read_records(RESULTS, "models.json"))
     shown = [
-        f"![{path.stem}, tokens per second]({_copied(path)})"
+        _picture(path, f"{path.stem}, tokens per second")
         for path in sorted(RESULTS.glob("*/models-*.png"))
     ]
     return "\n\n".join([tables, *shown])
@@ -291,40 +357,55 @@ def finetuning() -> str:
     return f"{report.markdown(head, lines, labels=1)}\n\n{how}"
 
 
-def _copied(path: Path) -> str:
-    """Copy a GPU's plot beside the tables; return the link of a page to it."""
+def _picture(path: Path, what: str) -> str:
+    """Copy a GPU's plot beside the tables; return it as a picture that opens in its own size."""
     target = f"{path.parent.name}-{path.name}"
     shutil.copy(path, OUTPUT / target)
-    return f"../generated/{target}"
+    return f"[![{what}](../generated/{target})](../generated/{target})"
 
 
 def plots() -> str:
     """The plots of layers of every GPU's records, copied beside the tables."""
-    lines = []
-    kinds = {"layer": "time against tokens", "roofline": "rates against ceilings"}
-    for path in sorted(RESULTS.glob("*/*.png")):
-        kind, _, scheme = path.stem.partition("-")
-        if kind in kinds:
-            what = kinds[kind]
-            lines.append(f"**`{scheme}`**: {what}\n\n![{scheme}, {what}]({_copied(path)})")
+    parts = []
+    for record in report.read_records(RESULTS):
+        gpu = record["gpu"]
+        folder = RESULTS / gpu.lower().replace(" ", "-")
+        parts.append(f"### Plots: {gpu}")
+        for path in sorted(folder.glob("layer-*.png")):
+            scheme = path.stem.removeprefix("layer-")
+            roofline = path.with_name(f"roofline-{scheme}.png")
+            parts += [
+                f"#### Plots: {gpu}, {scheme}",
+                _picture(path, f"{scheme} on {gpu}, time against tokens"),
+                _picture(roofline, f"{scheme} on {gpu}, rates against ceilings"),
+            ]
     for path in sorted(RESULTS.glob("*.png")):
         shutil.copy(path, OUTPUT / path.name)
-    return "\n\n".join(lines)
+    return "\n\n".join(parts)
+
+
+def headline() -> str:
+    """The table of mean ratios of every GPU, each below a heading."""
+    records = report.read_records(RESULTS)
+    return "\n\n".join(f"### In short: {r['gpu']}\n\n{report.headline([r])}" for r in records)
 
 
 PAGES = {
-    "support": lambda: f"{support_table()}\n\n{block_scaled_note()}",
+    "support": lambda: f"{support.support_table()}\n\n{support.block_scaled_note()}",
     "schemes": schemes,
     "models": models,
     "transformers_models": transformers_models,
     "activations": activations,
+    "formulas": formulas,
+    "gpus": gpus,
+    "instead": instead,
     "layouts": layouts,
     "architectures": architectures,
     "gpu_tests": gpu_tests,
     "floors": floors,
     "tuned": tuned,
     "names": names,
-    "headline": lambda: report.headline(report.read_records(RESULTS)),
+    "headline": headline,
     "layers": layer_tables,
     "plots": plots,
     "profile": profile,

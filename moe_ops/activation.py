@@ -7,6 +7,7 @@ references never see the names: they get a :class:`Formula`, the resolved functi
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -66,14 +67,7 @@ _BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
 class Formula(NamedTuple):
     """The function that a kernel computes, and its numbers (``None``: not applied).
 
-    * ``swiglu``: ``g = min(g, limit); u = clamp(u, -limit, limit)``;
-      ``g * sigmoid(alpha * g) * (u + beta)``
-    * ``swiglustep``: ``min(silu(g), limit) * clamp(u, -limit, limit)``
-    * ``situ``: ``beta * tanh(g / beta) * sigmoid(g) * U``, with ``U = linear_beta * tanh(u /
-      linear_beta)`` if ``linear_beta`` is set, else ``u``
-    * ``gelu``, ``gelu_tanh``, ``relu2``: the function of ``g``, times ``u``
-
-    Ungated functions have no ``u``: ``swiglu`` is then ``silu(g)``.
+    `expression` writes it out. Ungated functions have no ``u``.
     """
 
     function: str
@@ -83,6 +77,42 @@ class Formula(NamedTuple):
     alpha: float
     beta: float
     linear_beta: float | None
+
+    def expression(self, named: Collection[str] = ()) -> str:
+        """Write the function of ``g`` and ``u`` in Python's notation.
+
+        Args:
+            named: settings of the activation that appear as names instead of numbers.
+
+        Returns:
+            For example ``min(g, 7) * sigmoid(1.702 * min(g, 7)) * (clamp(u, -7, 7) + 1)``.
+        """
+        numbers = (self.limit, self.alpha, self.beta, self.linear_beta)
+        limit, alpha, beta, linear_beta = (
+            name if name in named else None if number is None else f"{number:g}"
+            for name, number in zip(_SETTINGS, numbers, strict=True)
+        )
+        u = "u" if limit is None else f"clamp(u, -{limit}, {limit})"
+        if self.function == "swiglu":
+            g = "g" if limit is None else f"min(g, {limit})"
+            gate = f"{g} * sigmoid({g if alpha == '1' else f'{alpha} * {g}'})"
+            u = u if beta == "0" else f"({u} + {beta})"
+        elif self.function == "swiglustep":
+            gate = "g * sigmoid(g)" if limit is None else f"min(g * sigmoid(g), {limit})"
+        elif self.function == "situ":
+            gate = f"{beta} * tanh(g / {beta}) * sigmoid(g)"
+            u = u if linear_beta is None else f"{linear_beta} * tanh(u / {linear_beta})"
+        else:
+            gate = _GATES[self.function]
+        return f"{gate} * {u}" if self.gated else gate
+
+
+_GATES = {
+    "gelu": "0.5 * g * (1 + erf(g / sqrt(2)))",
+    "gelu_tanh": "0.5 * g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3)))",
+    "relu2": "max(g, 0) ** 2",
+}
+"""Functions of the gate alone that take no settings."""
 
 
 class _Rule(NamedTuple):
@@ -109,6 +139,13 @@ _RULES = {
     MoEActivation.RELU2_NO_MUL: _Rule("relu2", {}),
 }
 _SETTINGS = ("clamp_limit", "alpha", "beta", "linear_beta")
+
+
+def settings_of(kind: MoEActivation) -> dict[str, str]:
+    """The settings that an activation takes, each with its default, ``none`` or ``required``."""
+    rule = _RULES[kind]
+    defaults = {name: "none" if n is None else f"{n:g}" for name, n in rule.defaults.items()}
+    return {**defaults, **dict.fromkeys(rule.required, "required")}
 
 
 def row_steps(rule: Formula | None, n: int) -> tuple[int, int]:

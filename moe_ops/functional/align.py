@@ -66,6 +66,9 @@ def count_expert_num_tokens(
         num_local_experts: El.
         expert_map: ``(E,)`` or None.
 
+    Returns:
+        int32 ``(El,)``: the slots of each local expert.
+
     Raises:
         TypeError, ValueError: a wrong dtype or shape, or ``num_local_experts`` outside 1..4096.
 

@@ -86,6 +86,9 @@ def apply_moe_activation(activation: MoEActivation | Activation | str, x: Tensor
 
     Computed in float32 and rounded once; `moe_ops.activation` has the formulas.
 
+    Returns:
+        ``(R, d)`` in the dtype of ``x``.
+
     Raises:
         TypeError: a dtype other than bf16, fp16 and fp32.
         ValueError: ``x`` is not 2-D, has an odd width with a gate, or the activation is unknown.

@@ -147,6 +147,9 @@ def from_pretrained(path: Any, *, auto_class: Any = AutoModelForCausalLM, **argu
         **arguments: its other arguments, such as ``dtype`` and ``device_map``, except those in
             `FIXED` and `OF_RANKS`. ``config`` is copied.
 
+    Returns:
+        The model, with quantized experts.
+
     Raises:
         ValueError: a model that was not saved so; experts that the configuration and the model or
             its files do not share; tensors that are missing; a broken file; another

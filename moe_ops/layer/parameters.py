@@ -62,6 +62,9 @@ def parameter_specs(sizes: LayerSizes) -> Mapping[str, ParameterSpec]:
     ``w13`` has gate rows, then up rows (alternating for an interleaved activation). Scales have the
     shape `Quant.weight_scale_shape`. Global scales and scales of whole tensors are ``(El, 2)``
     (gate, up) if ``w13`` has separate gate and up rows, else ``(El,)``.
+
+    Returns:
+        A mapping of names to specs that cannot be changed.
     """
     found = (spec for w, (n, k) in sizes.weights.items() for spec in _of_weight(w, n, k, sizes))
     by_name = {spec.name: spec for spec in found}

@@ -81,6 +81,9 @@ def determine_expert_ranks(
         global_num_experts: E; with redundant experts the number of physical ones.
         expert_placement_strategy: see `determine_expert_map`.
 
+    Returns:
+        int32 ``(E,)``: the rank of each expert.
+
     Raises:
         ValueError: as `determine_expert_map`.
     """
@@ -99,7 +102,14 @@ def ranks_of_experts(held: Tensor) -> Tensor:
 
 
 def get_compressed_expert_map(expert_map: Tensor) -> str:
-    """Format the experts of this rank for a log line: ``"0->4, 1->5"`` is ``local->global``."""
+    """Format the experts of this rank for a log line: ``"0->4, 1->5"`` is ``local->global``.
+
+    Returns:
+        A pair for each expert of this rank, joined by commas.
+
+    Raises:
+        TypeError, ValueError: ``expert_map`` is not a 1-D tensor of int32 or int64.
+    """
     checks.tensor("expert_map", expert_map, 1, checks.INDICES)
     return ", ".join(
         f"{local}->{expert}" for expert, local in enumerate(expert_map.tolist()) if local != -1
@@ -113,6 +123,9 @@ def remap_topk_to_local(topk_ids: Tensor, expert_map: Tensor, dtype: torch.dtype
         topk_ids: ``(T, k)`` int32 or int64.
         expert_map: ``(E,)``, the local expert of each global one, or -1.
         dtype: dtype of the result, int32 or int64.
+
+    Returns:
+        ``(T, k)`` in ``dtype``.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape or device.
@@ -136,6 +149,9 @@ def initial_physical_to_logical_map(
     """Return the logical expert of each physical one before any load is known: int64 ``(P,)``.
 
     Every expert comes once, then experts 0, 1, 2, ... again until all redundant ones are filled.
+
+    Returns:
+        int64 ``(P,)``.
 
     Raises:
         ValueError: ``P = num_experts + num_redundant_experts`` is not a multiple of ``ep_size``.
@@ -167,6 +183,9 @@ def make_expert_params_mapping(
         ``(param_name, weight_name, expert_id, shard_id)`` for the gate (``w1``), down (``w2``) and
         up (``w3``) projection of every physical expert in order. ``weight_name`` names the logical
         expert that it holds at first (see `initial_physical_to_logical_map`).
+
+    Raises:
+        ValueError: no expert, or a negative number of redundant ones.
 
     Source:
         vLLM ``FusedMoE.make_expert_params_mapping``.
@@ -203,6 +222,9 @@ def maybe_roundup_hidden_size(
         act_dtype: dtype of the activations that are exchanged.
         quant_config: the layer's quantization, or None.
         moe_parallel_config: how ranks share the layer.
+
+    Returns:
+        The rounded size, at least ``hidden_size``.
 
     Raises:
         ValueError: a hidden size above DeepEP's largest.

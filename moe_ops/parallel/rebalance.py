@@ -192,6 +192,10 @@ def compute_logical_maps(
         max_replicas: R; None: the largest number of replicas. A fixed number keeps the shape, so
             that the maps of a captured graph can be overwritten.
 
+    Returns:
+        The physical experts of each logical one, ``(.., E, R)`` with -1 in empty places, and their
+        number ``(.., E)``.
+
     Raises:
         TypeError, ValueError: a wrong dtype or shape, an id of E or more, or more than
             ``max_replicas`` replicas of one expert.

@@ -22,7 +22,11 @@ class BalanceReport(NamedTuple):
 
 
 def imbalance(rank_load: Tensor) -> float:
-    """Return the busiest rank's load over the average load: 1 is balanced."""
+    """Return the busiest rank's load over the average load: 1 is balanced.
+
+    Returns:
+        The ratio, at least 1.
+    """
     return (rank_load.max() / rank_load.double().mean()).item()
 
 
@@ -52,6 +56,9 @@ def simulate_balance(
         num_groups: see `rebalance_experts`.
         num_nodes: see `rebalance_experts`.
         seed: seed of the routing.
+
+    Returns:
+        The load of each rank under the second batch, before and after balancing.
 
     Raises:
         ValueError: as `rebalance_experts`; ``top_k`` outside 1..E.

@@ -279,6 +279,9 @@ def explain(
         link: what joins ranks that exchange tokens: a `Link`, or a name in
             `moe_ops.pipeline.exchange.traffic.LINKS`.
 
+    Returns:
+        The explanation. Its ``str`` is what ``moe-ops explain`` prints.
+
     Raises:
         ValueError: an unknown scheme, device or link, a number of tokens that is not positive.
     """

@@ -82,6 +82,9 @@ def select_kernel(
         experts: the only class to consider.
         candidates: classes in order of preference; may include your own.
 
+    Returns:
+        The kernel, with the experts that serve the layer and the exchange that it needs.
+
     Raises:
         ValueError: ``experts`` does not serve the configuration (with the reason); an unknown
             scheme; ``config.has_bias`` and a ``scheme`` without a bias.

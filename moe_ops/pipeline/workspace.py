@@ -110,6 +110,9 @@ def workspace_nbytes(
         device: the device whose kernels allocate: a name such as ``sm_90`` or ``cpu`` (see
             `moe_ops.pipeline.devices.TARGETS`); None means the current GPU, or a CPU without one.
 
+    Returns:
+        The peak in bytes.
+
     Raises:
         ValueError: an unknown scheme, activation, format or device; a size that is not positive; a
             ``chunk_size`` that is not positive, or that is given in the Batched format.

@@ -27,6 +27,10 @@ def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
     """Check the axes of tokens ``(.., T, H)`` and of logits, ``(.., T, E)`` or ``(T, E)``.
 
     The number of tokens is checked later, once both are flattened.
+
+    Raises:
+        TypeError: not tensors, or not of a float dtype.
+        ValueError: axes that do not match.
     """
     for name, x in (("hidden_states", hidden_states), ("router_logits", router_logits)):
         checks.tensor(name, x, None, checks.FLOATS)

@@ -20,6 +20,9 @@ def topk_softmax(
     Equal to, and computed as, the renormalized top-k of a softmax over all experts; ``renormalize``
     has no effect. Arguments, results and errors as `fused_topk`.
 
+    Returns:
+        As `fused_topk`.
+
     Source:
         ``RoutingMethodType.Renormalize``; transformers ``GptOssTopKRouter``.
     """
@@ -33,6 +36,9 @@ def llama4_routing(
 
     The layer applies these weights to its input (``apply_router_weight_on_input``). Arguments,
     results and errors as `fused_topk`.
+
+    Returns:
+        As `fused_topk`.
 
     Source:
         ``RoutingMethodType.Llama4``; vLLM ``Llama4MoE.custom_routing_function``, transformers

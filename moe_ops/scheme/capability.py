@@ -26,6 +26,9 @@ def what_lacks(scheme: Scheme, capability: int) -> str | None:
     """Why a GPU of a compute capability (times ten) cannot run a scheme, and what would work.
 
     None if the GPU can run it.
+
+    Returns:
+        A sentence with the rule and the schemes that would run, or None.
     """
     lowest = min_capability(scheme.activation)
     if capability >= lowest:

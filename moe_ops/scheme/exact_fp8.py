@@ -53,6 +53,9 @@ def exact_fp8_scheme(scheme: Scheme) -> Scheme | None:
 
     None unless the weights are e2m1 in groups with e8m0 scales, and the activations fp8 in groups
     that span K.
+
+    Returns:
+        The scheme, or None if the weights have no such form.
     """
     weight, activation = scheme.weight, scheme.activation
     if weight is None or activation is None:
@@ -73,6 +76,9 @@ def exact_rows(q: QTensor, scheme: str | Scheme) -> Tensor:
     Args:
         q: as `quantize_weight` returns it.
         scheme: a name, a key or a `Scheme`.
+
+    Returns:
+        bool ``(E, N)``: True where a row is exact.
 
     Raises:
         TypeError, ValueError: data or scales of another dtype or shape.
@@ -128,6 +134,9 @@ def from_fp8(q: QTensor, exponents: Tensor, scheme: str | Scheme) -> QTensor:
         q: as `as_fp8` returns it.
         exponents: the scales that `as_fp8` was given, uint8 ``(E, N, ceil(K / cols))``.
         scheme: the scheme that `as_fp8` was given.
+
+    Returns:
+        The weight as `quantize_weight` returns it.
 
     Raises:
         ValueError: fp8 numbers that are not e2m1 numbers times the powers of two of their groups.

@@ -34,7 +34,11 @@ def dequantizes_both(activation: Quant, weight: Quant) -> bool:
 
 
 def refusal(activation: Quant | None, weight: Quant | None) -> Refusal | None:
-    """Why no operator computes operands quantized so; None: all of them do."""
+    """Why no operator computes operands quantized so; None: all of them do.
+
+    Returns:
+        The class of the error and its text, or None.
+    """
     for holds, error, name, rule, value in _rules(activation, weight):
         if not holds:
             return error, f"scheme.{name} must {rule}, got {value}"

@@ -194,6 +194,9 @@ def get_scheme(name: str) -> Scheme:
     groups of 128, and ``int4_w4a16_g64_zp`` has groups of 64 along K. Any other scheme is named by
     its `Scheme.key`: ``|int8:1x64:float32`` has int8 weights in groups of 64 along K.
 
+    Returns:
+        The scheme; the same object on every call.
+
     Raises:
         ValueError: an unknown name (the error suggests the nearest known name), or a group size
             that is not a power of two of at least 16 (of rows also 1).
@@ -220,12 +223,22 @@ def _parsed(key: str) -> Quants:
 
 
 def scheme_of(activation: Quant | None, weight: Quant | None) -> Scheme:
-    """The scheme of two operands, named by its key; raises as `get_scheme`."""
+    """The scheme of two operands, named by its key; raises as `get_scheme`.
+
+    Returns:
+        The scheme, whose name is its key or a registered name.
+
+    Raises:
+        ValueError, NotImplementedError: as `get_scheme`.
+    """
     return get_scheme(Scheme("", activation, weight).key)
 
 
 def as_scheme(scheme: str | Scheme) -> Scheme:
     """The scheme of a name or key; a `Scheme` is checked and returned.
+
+    Returns:
+        The scheme.
 
     Raises:
         TypeError: neither a name nor a `Scheme`.

@@ -50,12 +50,23 @@ register. (The sign of register 2 lies in the other half, where a rotation takes
 
 
 def is_packed(w: Tensor) -> bool:
-    """Whether a weight is in the packed form."""
+    """Whether a weight is in the packed form.
+
+    Returns:
+        True for `pack_weight`'s dtype, int32.
+    """
     return w.dtype == PACKED_DTYPE
 
 
 def packs(scheme: str | Scheme, n: int, k: int) -> bool:
-    """Whether weights ``(E, N, K)`` of a scheme have a packed form; see `pack_weight`."""
+    """Whether weights ``(E, N, K)`` of a scheme have a packed form; see `pack_weight`.
+
+    Returns:
+        True if `pack_weight` takes weights of these sizes.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: not a scheme, as `pack_weight`.
+    """
     return _refusal("w", as_scheme(scheme), n, k) is None
 
 
@@ -108,6 +119,9 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     Args:
         q: as `pack_weight` returns it.
         scheme: a name, a key or a `Scheme`.
+
+    Returns:
+        The weight as `quantize_weight` returns it, bit for bit.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `pack_weight`.

@@ -208,6 +208,9 @@ def _groups(length: int, group: int) -> int:
 def parse_quant(key: str) -> Quant:
     """The inverse of :attr:`Quant.key`.
 
+    Returns:
+        The `Quant` whose key this is.
+
     Raises:
         ValueError: not the key of a `Quant`.
     """
@@ -227,6 +230,9 @@ def min_capability(activation: Quant | None) -> int:
 
     Triton's matrix products need 80, and e4m3 activations or activation scales need 89. The
     weights' format does not matter: integer operations dequantize them.
+
+    Returns:
+        80 or 89.
     """
     made = () if activation is None else (activation.dtype, activation.scale_dtype)
     return 89 if torch.float8_e4m3fn in made else 80

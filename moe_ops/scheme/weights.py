@@ -112,6 +112,14 @@ def dequantize_weight(
             or ``(E, N)``, and a global scale ``(E, 2)``.
         scheme: a name, a key or a `Scheme`.
         dtype: dtype of the result, rounded once.
+
+    Returns:
+        ``(E, N, K)`` in ``dtype``.
+
+    Raises:
+        TypeError: ``q`` is not a `QTensor`, or ``dtype`` not a dtype.
+        ValueError: ``q`` lacks a scale, zero point or global scale of the scheme; an unknown name.
+        NotImplementedError: a `Scheme` that operators cannot compute.
     """
     scheme = as_scheme(scheme)
     quant = scheme.weight
@@ -141,6 +149,9 @@ def dequantize_rows(q: Tensor, scale: Tensor, quant: Quant) -> Tensor:
         q: activations as ``quant`` stores them.
         scale: ``(.., R, groups)``, or a shape that broadcasts to it.
         quant: how the activations are quantized.
+
+    Returns:
+        float32 ``(.., R, K)``.
     """
     last = q.dim() - 1
     value = decode(unpack(q, last) if quant.element.packed else q, quant.element)

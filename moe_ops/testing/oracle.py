@@ -62,6 +62,9 @@ def oracle(problem: Problem, inputs: Inputs) -> Tensor:
     """The layer in float64, expert by expert, on the CPU; activations are not quantized.
 
     For a quantized problem pass `Quantized.exact` as ``inputs``.
+
+    Returns:
+        float64 ``(T, H)`` on the CPU.
     """
     inputs = inputs.cpu()
     out = inputs.hidden_states.new_zeros(inputs.hidden_states.shape, dtype=torch.float64)
@@ -89,6 +92,9 @@ def bounded_oracle(
 
     Returns:
         ``(T, H)`` on the CPU; its ``value`` equals the oracle's.
+
+    Raises:
+        ValueError, NotImplementedError: not a scheme, as `get_scheme`.
     """
     scheme, rule = as_scheme(problem.scheme), formula(problem.activation)
     quant = scheme.activation
@@ -126,7 +132,14 @@ class Quantized(NamedTuple):
 
 
 def quantize_inputs(problem: Problem, inputs: Inputs) -> Quantized:
-    """Quantize inputs to the problem's scheme; static scales are calibrated on the same tokens."""
+    """Quantize inputs to the problem's scheme; static scales are calibrated on the same tokens.
+
+    Returns:
+        The stored inputs, their configuration, and the exact numbers that they stand for.
+
+    Raises:
+        ValueError, NotImplementedError: not a scheme, as `get_scheme`.
+    """
     scheme = as_scheme(problem.scheme)
     stored = [quantize_weight(w, scheme) for w in (inputs.w1, inputs.w2)]
     exact = inputs

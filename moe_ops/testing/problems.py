@@ -57,7 +57,11 @@ expert k times; with ids that are negative or too large."""
 
 
 def make_routing(problem: Problem, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Weights ``(T, k)`` float32 and ids ``(T, k)`` int32, on the CPU."""
+    """Weights ``(T, k)`` float32 and ids ``(T, k)`` int32, on the CPU.
+
+    Returns:
+        Weights ``(T, k)`` float32 and ids ``(T, k)`` int32.
+    """
     T, E, k = problem.num_tokens, problem.num_experts, problem.top_k
     score = torch.rand(T, E, generator=generator)
     if problem.routing == "skewed":
@@ -78,7 +82,14 @@ def make_routing(problem: Problem, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
-    """Random normal tokens and weights (weights over the square root of the fan-in), a routing."""
+    """Random normal tokens and weights (weights over the square root of the fan-in), a routing.
+
+    Returns:
+        The tensors on ``device``, with weights of El experts; biases if the problem has them.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
     g = torch.Generator().manual_seed(seed)
     kind, _ = kind_and_key(problem.activation)
     E, H, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
@@ -109,7 +120,11 @@ def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
 
 
 def call(function, problem: Problem, inputs: Inputs, **more):
-    """Call ``function`` with the arguments of `moe_ops.fused_experts` for a problem."""
+    """Call ``function`` with the arguments of `moe_ops.fused_experts` for a problem.
+
+    Returns:
+        What ``function`` returns.
+    """
     return function(
         inputs.hidden_states,
         inputs.w1,

@@ -137,6 +137,9 @@ def run_ranks(size: int, run: Callable[[int, SimulatedGroup], Result]) -> list[R
         size: R.
         run: what a rank does.
 
+    Returns:
+        The results, by rank.
+
     Raises:
         ValueError: ``size`` below 1.
         RuntimeError: ranks that call different collectives, or of which one ends while others

@@ -55,6 +55,12 @@ def reference_experts(
         inputs: as passed to the layer; for a quantized problem `Quantized.inputs`.
         config: the configuration of a quantized problem.
         roundings: the implementation's roundings.
+
+    Returns:
+        ``(T, H)`` in the dtype of the tokens, on their device.
+
+    Raises:
+        ValueError, NotImplementedError: not a scheme, as `get_scheme`.
     """
     scheme = as_scheme(problem.scheme)
     config = FusedMoEQuantConfig(scheme) if config is None else config

@@ -230,9 +230,10 @@ def test_report():
     assert text.endswith(
         "| shape | tokens: | 1 | 8 | 64 |\n| --- | --- | --: | --: | --: |\n"
         "| qwen3-30b | moe_ops | **20.0** | 300 | **7.0** |\n"
-        "|  | floor | 10.0 (2.00) | - | 7.0 (1.00) |\n"
+        "|  | estimate | 10.0 (2.00) | - | 7.0 (1.00) |\n"
         "|  | peer | 40.0 (0.50) | **150** (2.00) | - |"
     )
+    assert "### G\n" in text and "#### G: bf16\n" in text
     record["rows"][0]["commit"] = "9876543210-dirty"
     assert "commits 0123456, 9876543-dirty;" in report.report([record])
 

@@ -339,7 +339,8 @@ def test_report():
         {"layers": 1}, {"impl": "hf-batched_mm", "tokens_per_s": None, "skipped": "too | large"},
     )  # fmt: skip
     text = report.report([record])
-    assert "**tiny-qwen3**" in text and "**tiny-qwen3, 1 of 2 layers**" in text
+    assert "## G\n" in text and "### G: tiny-qwen3\n" in text
+    assert "### G: tiny-qwen3, 1 of 2 layers\n" in text
     table = (
         "| scheme |  | decode 8 | decode 64 | peak memory, GB |\n| --- | --- | --: | --: | --: |\n"
         "| `bf16` | moe_ops | 100 | 1,234 | 3.0 |\n"

@@ -159,3 +159,21 @@ def test_labels_are_moved_apart():
     moved = quality_report.spread([1.0, 1.0, 1.1, 5.0], 0.5)
     assert moved == sorted(moved) and sum(moved) == pytest.approx(8.1)
     assert min(b - a for a, b in zip(moved, moved[1:], strict=False)) >= 0.5 - 1e-9
+
+
+def test_labels_of_the_plot_do_not_overlap(record):
+    """As drawn: no label covers another one, a point, or the edge of its panel."""
+    text = pytest.importorskip("matplotlib.text")
+    figure = quality_report.draw(record)
+    figure.draw_without_rendering()
+    covered = []
+    for axis in figure.axes:
+        panel = axis.get_window_extent()
+        boxes = {t.get_text(): text.Text.get_window_extent(t) for t in axis.texts}  # no lines
+        points = [axis.transData.transform(line.get_xydata()[0]) for line in axis.lines]
+        for name, box in boxes.items():
+            inside = box.x1 < panel.x1 and panel.y0 < box.y0 and box.y1 < panel.y1
+            others = any(box.overlaps(other) for o, other in boxes.items() if o != name)
+            covered += [name] * (others or not inside or any(box.contains(*p) for p in points))
+    assert not covered
+    quality_report.plt.close(figure)

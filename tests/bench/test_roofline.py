@@ -103,3 +103,22 @@ def test_what_is_drawn(monkeypatch, tmp_path, gpu):
     assert "another" not in gpu or not any(line.get_linestyle() == "--" for line in flops.lines)
     assert ("TFLOP/s" in flops.get_ylabel()) and ("TB/s" in nbytes.get_ylabel())
     roofline.plt.figure()
+
+
+def test_every_line_of_a_plot_has_a_look_of_its_own(tmp_path, monkeypatch):
+    """One legend beside the panels names all; the estimate is no floor."""
+    plot, figures = import_module("plot"), []
+    monkeypatch.setattr(roofline.plt, "close", figures.append)
+    impls = ["moe_ops", *(f"peer {i}" for i in range(8))]
+    rows = [row("mixtral", impl=impl) for impl in impls] + [row() | {"floor_us": 50.0}]
+    plot.plot(rows, "title", tmp_path / "layer.png")
+    roofline.plot(rows, "NVIDIA H200", "title", tmp_path / "roofline.png")
+    for figure in figures:
+        assert not any(axis.get_legend() for axis in figure.axes)
+        (legend,) = figure.legends
+        looks = {h.get_label(): h.get_marker() for h in legend.legend_handles}
+        assert {*impls} <= {*looks} and "floor" not in looks
+        assert len({looks[impl] for impl in impls}) == len(impls)
+    assert "estimate" in {line.get_label() for line in figures[0].axes[1].lines}
+    with pytest.raises(ValueError, match="impls must be at most 14"):
+        roofline.marker("0", [str(i) for i in range(14)])
