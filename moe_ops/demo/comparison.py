@@ -24,7 +24,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
 import moe_ops
-import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
 from moe_ops.demo import MODEL
 from moe_ops.demo.program import Program, load, now
 from moe_ops.demo.records import kernel_lines, missing

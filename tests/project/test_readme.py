@@ -57,6 +57,17 @@ def test_both_commands_are_named():
     assert len(README.splitlines()) <= 150
 
 
+def test_what_a_snippet_needs_is_installed_above_it():
+    """A page's first snippet that imports transformers comes after the extra that brings it."""
+    late = []
+    for page in (ROOT / "README.md", *PAGES):
+        text = page.read_text()
+        needs = [block for block in BLOCK.finditer(text) if "from transformers" in block[1]]
+        if needs and "torch-moe-ops[transformers]" not in text[: needs[0].start()]:
+            late.append(name_of(page))
+    assert not late
+
+
 def test_what_pages_name_is_there():
     """Every path in backquotes, every target of make, and every link of the README."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

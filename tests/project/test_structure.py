@@ -421,19 +421,6 @@ def test_names_on_demand():
     assert run.stderr.endswith("AttributeError: module 'moe_ops' has no attribute 'missing'\n")
 
 
-def test_names_that_moved():
-    """They are found where they were, with a warning that says where they are."""
-    import moe_ops
-
-    assert len(moe_ops.__all__) <= 41
-    for module, names in moe_ops._MOVED.items():
-        for name in names:
-            assert name not in moe_ops.__all__
-            with pytest.warns(DeprecationWarning, match=rf"is now moe_ops\.{module}\.{name}$"):
-                old = getattr(moe_ops, name)
-            assert old is getattr(getattr(moe_ops, module), name)
-
-
 def test_runs_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None; import torch, moe_ops;"
