@@ -5,10 +5,10 @@
 
 or ``model.set_experts_implementation("moe_ops")`` on a loaded model. (``import moe_ops`` imports
 this module as soon as transformers' models are imported, before or after it.) If expert modules
-keep transformers' code, one line of the log says so, `check` names them all, and `adapt` brings in Llama 4 and the MXFP4 experts of
-gpt-oss. Experts whose activation this library has can be trained; a backward pass through others
-raises. To train those, go back to an implementation of transformers with
-``model.set_experts_implementation("grouped_mm")``.
+keep transformers' code, one line of the log says so, `check` names them all, and `adapt` brings in
+Llama 4 and the MXFP4 experts of gpt-oss. Experts whose activation this library has can be trained;
+a backward pass through others raises. To train those, go back to an implementation of transformers
+with ``model.set_experts_implementation("grouped_mm")``.
 """
 
 from __future__ import annotations

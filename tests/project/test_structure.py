@@ -9,8 +9,6 @@ import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 from moe_ops.ops import STAGES
 
 ROOT = Path(__file__).parents[2]
