@@ -114,7 +114,7 @@ def _explain_parser() -> argparse.ArgumentParser:
         "--model qwen3-30b-a3b --tokens 1,64",
         "--model deepseek-v3 --scheme fp8_block128 --device h100",
         "--sizes 128,8,2048,768 --scheme int4_w4a16_g128 --device sm_90 --json",
-        "--model qwen3-30b-a3b --device h200 --ranks 8 --backend symmetric",
+        "--model qwen3-30b-a3b --device h200 --ranks 8",
     )
     about = "Say which kernels a layer runs on, why, and what it costs. Runs no kernel."
     parser = Parser(f"{PROGRAM} explain", about, examples)

@@ -193,7 +193,7 @@ PROFILE = Work("profile.json", profile_case, print_profiles)
 
 
 EXAMPLES = (
-    "--model tiny --tokens 1,8",
+    "--model tiny --tokens 1,8 --impls moe_ops",
     "--sizes 8,2,64,32 --tokens 1 --scheme fp8_channel --impls moe_ops",
     "--model tiny --tokens 2 --impls moe_ops --profile",
 )

@@ -1,6 +1,7 @@
 """The parts of the demo that run no model; `make demo` runs the rest, and checks what it claims."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,21 @@ def test_windows_with_a_router_tie_are_not_compared():
     far = far._replace(logits=[torch.zeros(3, 4), torch.ones(3, 4)])
     assert demo.difference(near, far, [False, True]) == 0
     assert demo.difference(near, far, [False, False]) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_first_that_no_kernel_runs(monkeypatch, capsys):
+    model = SimpleNamespace(num_parameters=lambda: 1)
+    made = {
+        "load": model, "find_router_ties": [False], "measure": result(),
+        "quality_lines": [["experts in"]],
+    }  # fmt: skip
+    for name, value in made.items():
+        monkeypatch.setattr(demo, name, lambda *given, value=value, **more: value)
+    monkeypatch.setattr("sys.argv", ["demo"])
+    demo.main()
+    printed = capsys.readouterr().out
+    assert 0 < printed.index("No kernel runs here") < printed.index("experts run by")
 
 
 def test_tokens_are_copied():
