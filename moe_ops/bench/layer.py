@@ -238,7 +238,11 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
                 continue
             if experts is None:
                 progress(f"making the weights of {problem.name} in {scheme}")
-                experts = make_experts(problem, scheme, device)
+                try:
+                    experts = make_experts(problem, scheme, device)
+                except (MemoryError, RuntimeError) as error:  # there is no room for the weights
+                    failed.append(f"{scheme} {problem.name}: {str(error).partition(chr(10))[0]}")
+                    break
             key = {"scheme": scheme, "shape": problem.name, "M": tokens, "routing": routing}
             case = Case(key, problem, experts, make_inputs(problem, tokens, routing, device))
             rows = []
