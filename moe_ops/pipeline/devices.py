@@ -84,9 +84,7 @@ def target_named(name: str) -> Target:
     full = {target.gpu: target for target in GPUS.values()}
     if name in full:
         return full[name]
-    plain = (
-        name.lower().removeprefix("nvidia ").replace(" ", "_") if isinstance(name, str) else name
-    )
+    plain = str(name).lower().replace(" ", "_")
     if plain not in known:
         checks.one_of("device", name, list(known))
     return known[plain]

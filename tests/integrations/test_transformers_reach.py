@@ -348,8 +348,8 @@ def test_one_line_says_that_a_model_keeps_transformers_code(caplog, monkeypatch,
         "loading info": lambda: type(llama).from_pretrained(
             tmp_path / "llama", output_loading_info=True, **ours
         ),
-        "set": lambda: llama.set_experts_implementation("moe_ops"),
-        "set by a dict": lambda: llama.set_experts_implementation({"": "moe_ops"}),
+        "set": lambda: tiny_llama4().set_experts_implementation("moe_ops"),
+        "set by a dict": lambda: tiny_llama4().set_experts_implementation({"": "moe_ops"}),
     }
     for way, choose in ways.items():
         for _ in range(2):
