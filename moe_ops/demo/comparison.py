@@ -29,7 +29,7 @@ from moe_ops.bench.command import Parser
 from moe_ops.brief import aligned
 from moe_ops.demo import MODEL
 from moe_ops.demo.program import Program, load, now
-from moe_ops.demo.records import kernel_lines, missing
+from moe_ops.demo.records import DEVICE, kernel_lines, missing
 from moe_ops.version import __version__
 
 PROMPT = "If the file"
@@ -229,7 +229,7 @@ def main() -> int:
          run_lines(results, tied))  # fmt: skip
     show("Quantized by moe_ops.quantize_(model, scheme):", quality)
     if not on_gpu:
-        show("On a GPU (moe-ops explain; times from benchmarks/results):", kernel_lines())
+        show(f"On a GPU of {DEVICE} (moe-ops explain; times from the records):", kernel_lines())
         for gpu in missing():
             print(f"\n  {gpu}: the same kernels; no times are recorded here.")
     print()
