@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
-import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
+import moe_ops  # noqa: F401  (registers "moe_ops" in transformers)
 from moe_ops.demo import MODEL
 
 PROMPT, NEW_TOKENS = "If the file", 24

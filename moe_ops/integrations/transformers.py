@@ -1,13 +1,14 @@
 """Hugging Face transformers: importing this module registers the experts implementation "moe_ops".
 
-    import moe_ops.integrations.transformers
+    import moe_ops
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_ops")
 
-or ``model.set_experts_implementation("moe_ops")`` on a loaded model. Then `check` names the expert
-modules that still run transformers' code, and `adapt` brings in Llama 4 and the MXFP4 experts of
-gpt-oss. Experts whose activation this library has can be trained; a backward pass through others
-raises. To train those, go back to an implementation of transformers with
-``model.set_experts_implementation("grouped_mm")``.
+or ``model.set_experts_implementation("moe_ops")`` on a loaded model. (``import moe_ops`` imports
+this module as soon as transformers' models are imported, before or after it.) If expert modules
+keep transformers' code, one line of the log says so, `check` names them all, and `adapt` brings in
+Llama 4 and the MXFP4 experts of gpt-oss. Experts whose activation this library has can be trained;
+a backward pass through others raises. To train those, go back to an implementation of transformers
+with ``model.set_experts_implementation("grouped_mm")``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ except ImportError as error:
         f'pip install "transformers>=5.17" ({error})'
     ) from error
 
-from moe_ops.integrations import _llama4, _mxfp4, _peft, _quantized  # noqa: F401 (targets)
+from moe_ops.integrations import _kept, _llama4, _mxfp4, _peft, _quantized  # noqa: F401 (targets)
 from moe_ops.integrations._forwards import moe_ops_experts, moe_ops_fp8_experts
 from moe_ops.integrations._layers import NAME
 from moe_ops.integrations._reach import Unreached, unreached
@@ -95,3 +96,4 @@ def adapt(model: nn.Module) -> list[str]:
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, moe_ops_experts)
 ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, moe_ops_fp8_experts)
+_kept.install()

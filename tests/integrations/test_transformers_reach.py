@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import logging
+import subprocess
 import sys
 
 import pytest
@@ -18,7 +20,7 @@ from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7 
 
 import moe_ops  # noqa: E402
 import moe_ops.integrations.transformers as integration  # noqa: E402
-from moe_ops.integrations import _llama4  # noqa: E402
+from moe_ops.integrations import _engines, _llama4  # noqa: E402
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -322,3 +324,58 @@ def test_without_transformers_or_with_an_old_one(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, f"transformers.integrations.{missing}", None)
     with pytest.raises(ImportError, match='needs transformers 5.17 or .* "transformers>=5.17"'):
         importlib.import_module(integration.__name__)
+
+
+def test_one_line_says_that_a_model_keeps_transformers_code(caplog, monkeypatch, tmp_path):
+    """However it was told to run "moe_ops"; none where everything is reached, or nothing asked."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    _engines.say_once.cache_clear()
+    qwen, llama, said = (
+        tiny_qwen(),
+        tiny_llama4(),
+        "Llama4ForCausalLM keeps transformers' code in 2",
+    )
+    llama.set_experts_implementation("eager")
+    qwen.set_experts_implementation("moe_ops")
+    qwen.save_pretrained(tmp_path / "qwen")
+    llama.save_pretrained(tmp_path / "llama")
+    ours, wrong = {"experts_implementation": "moe_ops"}, []
+    ways = {
+        "reached": lambda: type(qwen).from_pretrained(tmp_path / "qwen", **ours),
+        "nothing asked": lambda: type(llama).from_pretrained(tmp_path / "llama"),
+        "from_pretrained": lambda: type(llama).from_pretrained(tmp_path / "llama", **ours),
+        "from_config": lambda: transformers.AutoModelForCausalLM.from_config(llama.config, **ours),
+        "loading info": lambda: type(llama).from_pretrained(
+            tmp_path / "llama", output_loading_info=True, **ours
+        ),
+        "set": lambda: tiny_llama4().set_experts_implementation("moe_ops"),
+        "set by a dict": lambda: tiny_llama4().set_experts_implementation({"": "moe_ops"}),
+    }
+    for way, choose in ways.items():
+        for _ in range(2):
+            choose()
+        seen = {id(record): record for record in caplog.records}  # several handlers may see one
+        lines = [r.getMessage() for r in seen.values() if r.name == "transformers.moe_ops"]
+        if (len(lines) != 1 or said not in lines[0]) if way not in QUIET else lines:
+            wrong.append((way, lines))
+        caplog.clear()
+        _engines.say_once.cache_clear()
+    assert not wrong
+
+
+QUIET = ("reached", "nothing asked")
+FIRST = """
+import sys, transformers
+import moe_ops
+from moe_ops.demo import MODEL
+assert "transformers.modeling_utils" not in sys.modules
+model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, experts_implementation="moe_ops")
+assert moe_ops.integrations.transformers.check(model) == []
+"""
+
+
+@pytest.mark.slow
+def test_transformers_may_be_imported_first():
+    """The README's example imports it last."""
+    run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
