@@ -12,6 +12,9 @@ raises. To train those, go back to an implementation of transformers with
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 from torch import nn
 
 try:
@@ -39,6 +42,9 @@ __all__ = [
     "moe_ops_fp8_experts",
 ]
 
+_BLOCKS: tuple[Any, ...] = (_llama4, _mxfp4)
+"""Kinds of blocks that `adapt` gives another forward."""
+
 
 def check(model: nn.Module) -> list[Unreached]:
     """Return the expert modules of a model that do not run this library, with the reason.
@@ -63,31 +69,40 @@ def adapt(model: nn.Module) -> list[str]:
     weights: call this after ``get_peft_model`` (for Llama 4 before or after). Quantized experts run
     adapters in no other way. Classes stay as they are. Adapted modules are skipped.
 
+    Every module is checked, and every conversion tried, before the first module changes: if this
+    raises, the model is as it was.
+
     Returns:
         The names of the modules that were adapted.
 
     Raises:
-        NotImplementedError: an activation that this library does not have; expert parallelism of
-            MXFP4 experts.
+        NotImplementedError: an activation that this library does not have; blocks of transformers'
+            tensor or expert parallelism; adapters beside weights that this library does not run.
         ValueError: a module has a forward of its own already; weights of unexpected sizes.
     """
-    names = []
+    steps = [*_block_steps(model), *_wrapper_steps(model)]
+    for _, step in steps:
+        step()
+    return [name for name, _ in steps]
+
+
+def _block_steps(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the name of each block that gets another forward, and what gives it that."""
     for name, module in model.named_modules():
-        if _llama4.is_block(module) and not _llama4.is_adapted(module):
-            _llama4.adapt_block(name, module)
-            names.append(name)
-        if _mxfp4.is_block(module) and not _mxfp4.is_adapted(module.experts):
-            _mxfp4.adapt_block(name, module)
-            names.append(name)
+        for kind in _BLOCKS:
+            if kind.is_block(module) and not kind.is_adapted(module):
+                yield name, kind.adaptation(name, module)
+
+
+def _wrapper_steps(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the name of each outermost wrapper of PEFT, and what adapts it."""
     inner = {id(m.base_layer) for m in model.modules() if _peft.is_wrapper(m)}
     for name, module in model.named_modules():
         outermost = _peft.is_wrapper(module) and id(module) not in inner
         if outermost and not _peft.is_adapted(module):
             _, experts = _peft.wrappers_of(module)
             if _peft.chosen(experts):
-                _peft.adapt_wrappers(name, module)
-                names.append(name)
-    return names
+                yield name, _peft.adaptation(name, module)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, moe_ops_experts)

@@ -238,13 +238,24 @@ def test_llama4_block_compiles_whole():
 
 
 def test_llama4_is_left_alone_when_it_cannot_be_adapted():
-    model = tiny_llama4(hidden_act="mish")
-    with pytest.raises(NotImplementedError, match="model.layers.0.feed_forward.*got Mish"):
-        integration.adapt(model)
-    model = tiny_llama4()
-    llama4_blocks(model)[0].forward = lambda x: x
-    with pytest.raises(ValueError, match="model.layers.0.feed_forward must not have a forward"):
-        integration.adapt(model)
+    """A later block fails: no block gets a forward."""
+    failures = [
+        ("experts.act_fn", lambda x: x, NotImplementedError, "feed_forward .*, got function"),
+        ("forward", lambda x: x, ValueError, "feed_forward must not have a forward"),
+        ("experts.forward", lambda x: x, ValueError, "feed_forward.experts must not have a forw"),
+        ("experts._is_hooked", True, NotImplementedError, "feed_forward must hold all its"),
+    ]
+    for path, value, error, match in failures:
+        model = tiny_llama4()
+        first, second = llama4_blocks(model)
+        owner, _, attribute = path.rpartition(".")
+        owner = second.get_submodule(owner)
+        owner._modules.pop(attribute, None)
+        setattr(owner, attribute, value)
+        with pytest.raises(error, match=f"model.layers.1.{match}"):
+            integration.adapt(model)
+        assert "forward" not in first.__dict__
+        assert len(integration.check(model)) == 2
 
 
 @pytest.mark.parametrize("peft", [False, True])
