@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
 
+import moe_ops.integrations.transformers  # noqa: F401 (the name in `Config`)
+
 DECORATOR = "use_experts_implementation"
 HIDDEN, EXPERTS, LENGTH = 32, 8, 11
 

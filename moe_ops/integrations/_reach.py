@@ -13,7 +13,6 @@ from moe_ops.integrations import _fp8, _llama4, _mxfp4, _peft, _torchao
 from moe_ops.integrations._experts import axes_of
 from moe_ops.layer import FusedMoE
 
-
 _MXFP4 = "MXFP4 experts of gpt-oss run triton_kernels: adapt(model) reaches them"
 
 

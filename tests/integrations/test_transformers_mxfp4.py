@@ -1,6 +1,7 @@
 """gpt-oss with MXFP4 experts, adapted: from checkpoints' blocks and triton_kernels' layouts."""
 
 import copy
+import importlib.util
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -303,6 +304,28 @@ def test_what_cannot_be_adapted_leaves_the_model_as_it_was():
             integration.adapt(model)
         assert state(model) == before
         assert len(integration.check(model)) == 2
+
+
+def test_experts_that_transformers_has_split_over_ranks(tmp_path):
+    """By its own code, which has hooked other modules since 5.21; here over one rank."""
+    model, _ = models(in_blocks)
+    plan = {f"model.{name}": style for name, style in model.config.base_model_ep_plan.items()}
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        if importlib.util.find_spec("transformers.distributed.expert_parallel"):
+            parallel = importlib.import_module("transformers.distributed.expert_parallel")
+            layers = {k.replace("*", str(i)): style for k, style in plan.items() for i in range(2)}
+            parallel.apply_expert_parallelism(model, mesh, mesh, layers)
+        else:
+            parallel = importlib.import_module("transformers.distributed.tensor_parallel")
+            model._tp_plan = plan
+            parallel.apply_tensor_parallelism(model, mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(NotImplementedError, match="model.layers.0.mlp must hold all its experts"):
+        integration.adapt(model)
 
 
 def test_a_block_that_runs_another_forward_is_named():
