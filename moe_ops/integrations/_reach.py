@@ -84,8 +84,6 @@ def _reason(module: Any, implementation: str) -> str:
         if type(module).__name__ == "Llama4TextExperts":
             return "Llama 4 is not dispatched by transformers: adapt(model) reaches it"
         return "its class is not dispatched by transformers (no @use_experts_implementation)"
-    if getattr(module, "has_post_expert_norm", False):
-        return "a norm after each expert (has_post_expert_norm) is not supported"
     weights = _weights_reason(module)
     if weights:
         return weights
@@ -119,8 +117,6 @@ def unquantizable(module: Any) -> str:
         return "its weights are MXFP4 already"
     if not is_decorated(module):
         return "its class is not dispatched by transformers (no @use_experts_implementation)"
-    if getattr(module, "has_post_expert_norm", False):
-        return "a norm after each expert (has_post_expert_norm) is not supported"
     parameters = list(module.parameters(recurse=False))
     if _fp8.is_quantized(module) or any(map(_torchao.is_quantized, parameters)):
         return "its weights are quantized already"
