@@ -9,10 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_ops import checks
-from moe_ops.integrations import _fp8, _llama4, _mxfp4, _peft, _torchao
+from moe_ops.integrations import _fp8, _llama4, _longcat, _mxfp4, _peft, _torchao
 from moe_ops.integrations._experts import axes_of
 from moe_ops.layer import FusedMoE
 
+_ADAPTED = {"Llama4TextExperts": "Llama 4", _longcat.EXPERTS: "LongCat"}
+"""Models whose experts, by their class, `adapt` gives another forward."""
 _MXFP4 = "MXFP4 experts of gpt-oss run triton_kernels: adapt(model) reaches them"
 
 
@@ -78,11 +80,12 @@ def _is_model(module: nn.Module) -> bool:
 
 def _reason(module: Any, implementation: str) -> str:
     """Return why a module is not reached; empty if it is."""
-    if _llama4.is_adapted(module) or _mxfp4.is_experts(module):
+    if _llama4.is_adapted(module) or _longcat.is_adapted(module) or _mxfp4.is_experts(module):
         return ""
     if not is_decorated(module):
-        if type(module).__name__ == "Llama4TextExperts":
-            return "Llama 4 is not dispatched by transformers: adapt(model) reaches it"
+        model = _ADAPTED.get(type(module).__name__)
+        if model is not None:
+            return f"{model} is not dispatched by transformers: adapt(model) reaches it"
         return "its class is not dispatched by transformers (no @use_experts_implementation)"
     weights = _weights_reason(module)
     if weights:

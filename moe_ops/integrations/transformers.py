@@ -4,9 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_ops")
 
 or ``model.set_experts_implementation("moe_ops")`` on a loaded model. Then `check` names the expert
-modules that still run transformers' code, and `adapt` brings in Llama 4 and the MXFP4 experts of
-gpt-oss. Experts whose activation this library has can be trained; a backward pass through others
-raises. To train those, go back to an implementation of transformers with
+modules that still run transformers' code, and `adapt` brings in Llama 4, LongCat and the MXFP4
+experts of gpt-oss. Experts whose activation this library has can be trained; a backward pass
+through others raises. To train those, go back to an implementation of transformers with
 ``model.set_experts_implementation("grouped_mm")``.
 """
 
@@ -26,7 +26,7 @@ except ImportError as error:
         f'pip install "transformers>=5.17" ({error})'
     ) from error
 
-from moe_ops.integrations import _llama4, _mxfp4, _peft, _quantized  # noqa: F401 (targets)
+from moe_ops.integrations import _llama4, _longcat, _mxfp4, _peft, _quantized  # noqa: F401 (targets)
 from moe_ops.integrations._forwards import moe_ops_experts, moe_ops_fp8_experts
 from moe_ops.integrations._layers import NAME
 from moe_ops.integrations._reach import Unreached, unreached
@@ -42,8 +42,8 @@ __all__ = [
     "moe_ops_fp8_experts",
 ]
 
-_BLOCKS: tuple[Any, ...] = (_llama4, _mxfp4)
-"""Kinds of blocks that `adapt` gives another forward."""
+_BLOCKS: tuple[Any, ...] = (_llama4, _longcat, _mxfp4)
+"""Kinds of blocks or experts that `adapt` gives another forward."""
 
 
 def check(model: nn.Module) -> list[Unreached]:
@@ -62,9 +62,9 @@ def check(model: nn.Module) -> list[Unreached]:
 def adapt(model: nn.Module) -> list[str]:
     """Run this library in expert modules that transformers does not dispatch.
 
-    These are the blocks of Llama 4, whose instances get a forward of their own
-    (``del module.forward`` undoes it), and the MXFP4 experts of gpt-oss, whose weights are
-    converted from triton_kernels' layout (for good: there may be no memory for a second copy).
+    These are the blocks of Llama 4 and the experts of LongCat, whose instances get a forward of
+    their own (``del module.forward`` undoes it), and the MXFP4 experts of gpt-oss, whose weights
+    are converted from triton_kernels' layout (for good: there may be no memory for a second copy).
     Experts with adapters of PEFT (``target_parameters``) run as grouped LoRA, without merged
     weights: call this after ``get_peft_model`` (for Llama 4 before or after). Quantized experts run
     adapters in no other way. Classes stay as they are. Adapted modules are skipped.
