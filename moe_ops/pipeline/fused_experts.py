@@ -111,9 +111,8 @@ def fused_experts(
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
-        apply_router_weight_on_input=apply_router_weight_on_input,
+        flags=(apply_router_weight_on_input, batch_invariant),
         config=_config(quant_config),
-        batch_invariant=batch_invariant,
         lora=lora,
     )
 
@@ -156,9 +155,8 @@ def expert_rows(
         routing._replace(topk_weights=routing.topk_weights.detach()),
         activation=activation,
         global_num_experts=-1,
-        apply_router_weight_on_input=False,
+        flags=(False, False),
         config=_config(quant_config),
-        batch_invariant=False,
         lora=lora,
         summed=False,
     )
@@ -195,15 +193,15 @@ def _experts(
     *,
     activation: MoEActivation | Activation | str,
     global_num_experts: int,
-    apply_router_weight_on_input: bool,
+    flags: tuple[bool, bool],
     config: FusedMoEQuantConfig,
-    batch_invariant: bool,
     lora: ExpertLora | None = None,
     summed: bool = True,
 ) -> Tensor:
     """`fused_experts` with an optional tile plan; ``given``: both weights, and both biases.
 
-    ``summed=False`` returns the slots' rows: see `expert_rows`.
+    ``flags``: ``apply_router_weight_on_input`` and ``batch_invariant``. ``summed=False`` returns
+    the slots' rows: see `expert_rows`.
     """
     scheme, (w1, w2, *biases) = config.scheme, given
     kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
@@ -218,7 +216,6 @@ def _experts(
     b1, b2 = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
     layer = (hidden_states, w1, w2, b1, b2, kind, scheme, *quantization)
-    flags = (apply_router_weight_on_input, batch_invariant)
     _check_call(*flags, scheme, *routing, global_num_experts, *layer)
     experts = expert_weights(w1, w2, config, (b1, b2))
     settings = Settings(scheme, key, *flags, summed)
@@ -360,7 +357,6 @@ def fused_moe(
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
-        apply_router_weight_on_input=apply_router_weight_on_input,
+        flags=(apply_router_weight_on_input, batch_invariant),
         config=config,
-        batch_invariant=batch_invariant,
     )
