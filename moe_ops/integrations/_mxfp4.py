@@ -136,7 +136,7 @@ def _converted(name: str, experts: Any) -> dict[str, Tensor]:
     """Return the weights and scales that `experts_forward` reads, by attribute."""
     hidden, width = experts.hidden_size, experts.intermediate_size
     sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for key in NAMES:
         data, scales = _fastest(*_stored(f"{name}.experts", experts, key, *sizes[key]))
         tensors |= {key: data, f"{key}_scales": scales}
