@@ -130,9 +130,21 @@ class MoeOpsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **rest: Any) -> Any:
         """Load the experts from the checkpoint's files."""
         for name, entry in _read_record(model.config).items():
-            layer: Any = quantized_layer(model.get_submodule(name))
+            experts = model.get_submodule(name)
+            layer: Any = quantized_layer(experts)
             layer.reset_parameters()
-            load_checkpoint(layer, self._folder, prefix=entry["checkpoint"], progress=False)
+            prefix = entry["checkpoint"]
+            others = [key for key in experts.state_dict() if not key.startswith(f"{LAYER}.")]
+            how: dict[str, Any] = {"prefix": prefix, "progress": False, "strict": not others}
+            report = load_checkpoint(layer, self._folder, **how)
+            known = {f"{prefix}.{key}" for key in others}  # loaded by transformers: a norm
+            report = report._replace(unexpected=tuple(sorted({*report.unexpected} - known)))
+            if not report.is_complete:
+                raise ValueError(
+                    f"path must hold the experts of {name} exactly, got missing {report.missing}, "
+                    f"duplicated {report.duplicated}, unexpected {report.unexpected}, mismatched "
+                    f"{report.mismatched}"
+                )
         return model
 
 
