@@ -33,7 +33,10 @@ def main(device, tensor_parallel=False):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids.to(device)
-    spread = DistributedConfig(tp_size=ranks, enable_expert_parallel=not tensor_parallel)
+    # transformers 5.17 has no ep_size
+    sized = hasattr(DistributedConfig, "ep_size")
+    whole = {"ep_size": ranks} if sized else {"enable_expert_parallel": True}
+    spread = DistributedConfig(tp_size=ranks, **({} if tensor_parallel else whole))
     texts = []
     for model in (loaded().to(device), loaded(distributed_config=spread)):
         with torch.no_grad():

@@ -55,6 +55,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "deepseek_sparse_attention"], "linear_head_dim": 8,
         "linear_num_heads": 4,
     },
+    "HYV4VLExperts": {"rope_parameters": _ROPE},
     "KimiLinearExperts": {"linear_attn_config": {"head_dim": 8, "num_heads": 4}},
     "Lfm2MoeExperts": {"layer_types": ["conv", "full_attention"]},
     "MiMoV2FlashExperts": {
