@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 VENV := .venv
 DOCS := .venv-docs
+# Libraries of which `make test-transformers` takes the newest releases.
+NEWEST ?= transformers peft compressed-tensors
 WORKERS ?= 2
 # Tests that run: PART="tests/ops/test_align.py tests/layer" runs some of them.
 PART ?= tests
@@ -23,12 +25,15 @@ else
 endif
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export TOKENIZERS_PARALLELISM := false
-# Workers share the cores: threads of their own would only spin against each other. Bytecode is
-# kept, also where the environment says not to: tests start processes, and both legs collect.
-TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# Bytecode is made of what is imported, and kept, also where the environment says otherwise: pip would
+# compile every file of every package, and tests start processes that import the same again.
+export PIP_NO_COMPILE := 1
+export PYTHONDONTWRITEBYTECODE :=
+# Workers share the cores: threads of their own would only spin against each other.
+TEST_ENV := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-reference test-interpreter test-install test-oldest test-vllm mutants gpu-test gpu-test-pair sanitize bench bench-stages tools lint clean
+.PHONY: help demo docs test test-all test-reference test-interpreter test-install test-transformers test-newest test-oldest test-vllm mutants gpu-test gpu-test-pair sanitize bench bench-stages tools lint clean
 
 help:  ## List what make does
 	@awk -F ' *:.*## ' '/^[a-z-]+.*:.*## / { split($$1, name, " "); printf "make %-17s %s\n", name[1], $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +69,30 @@ test-interpreter: $(READY)  ## Every Triton kernel in the interpreter
 # Builds the distributions, installs the wheel away from the checkout, and runs every command there.
 test-install: $(READY)  ## Build the distributions, install the wheel, run every command there
 	$(TEST_ENV) $(PY) -m pytest tests/project/test_install.py -m install -n $(WORKERS)
+
+# The tests of transformers models and the README with the newest releases of NEWEST: PEFT itself in
+# place of its stand-in. Their environment adds these to the one of the other tests, with its torch.
+OVERLAY := $(VENV)-transformers
+VERSIONS := from importlib.metadata import version; \
+  print(*(f"{name} {version(name)}" for name in "torch triton transformers peft accelerate compressed-tensors".split()))
+test-transformers: $(OVERLAY)/ready  ## The tests of transformers models with its newest release, and PEFT's
+	$(OVERLAY)/bin/python -c '$(VERSIONS)'
+	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(OVERLAY)/bin/python -m pytest tests/integrations/test_transformers*.py \
+	  tests/integrations/test_quantize_tutorial.py tests/loading/test_loading_compressed.py tests/project/test_readme.py \
+	  -n $(WORKERS) --dist worksteal -k "not stand-in"
+
+$(OVERLAY)/ready: pyproject.toml $(READY)
+	$(PY) -m venv --without-pip $(OVERLAY)
+	$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
+	  > $$(echo $(OVERLAY)/lib/python*/site-packages)/under.pth
+	$(PY) -m pip --python $(OVERLAY)/bin/python install --quiet --upgrade $(NEWEST)
+	touch $@
+
+# All tests without a GPU on the newest torch and the Triton that it brings, then `test-transformers`
+# there: a download of several GB.
+NEWEST_TORCH ?= torch==2.14.1
+test-newest:  ## All tests with the newest torch and Triton (a download of several GB)
+	CUDA_VISIBLE_DEVICES= $(MAKE) test test-transformers HAS_GPU=0 TORCH=$(NEWEST_TORCH) VENV=.venv-newest
 
 # The references, fakes and compiled graphs with the oldest torch and Python that are supported. The
 # torch of a package index is a CUDA build: a download of several GB.
@@ -175,4 +204,4 @@ $(DOCS)/ready: pyproject.toml
 	touch $@
 
 clean:  ## Remove environments and build outputs
-	rm -rf $(VENV) .venv-oldest .venv-vllm $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
