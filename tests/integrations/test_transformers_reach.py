@@ -395,6 +395,7 @@ def test_without_transformers_or_with_an_old_one(missing, monkeypatch):
 def test_one_line_says_that_a_model_keeps_transformers_code(caplog, monkeypatch, tmp_path):
     """However it was told to run "moe_ops"; none where everything is reached, or nothing asked."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")  # other tests ask for less
     _engines.say_once.cache_clear()
     qwen, llama, said = (
         tiny_qwen(),
