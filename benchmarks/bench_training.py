@@ -1,6 +1,7 @@
 """Time forward and backward of a layer: full fine-tuning, and adapters over frozen weights.
 
-* ``all``: gradients of tokens, router weights and both weights, beside transformers' `grouped_mm`.
+* ``all``: gradients of tokens, router weights and both weights, beside transformers' `grouped_mm`,
+  Liger's experts and SonicMoE.
   ``6 * T * k * 3 * H * I`` flops: three products, each once forward and twice backward.
 * ``adapters``: gradients of tokens, router weights and a LoRA adapter of rank r on both weights,
   which stay frozen in a scheme. ``4 * T * k * 3 * H * I`` flops, and ``6 * T * k * r * (2H + 3I)``
@@ -39,8 +40,15 @@ from moe_ops.bench.harness import (
     write_rows,
 )
 from moe_ops.bench.layer import SAMPLED_TOKENS
-from moe_ops.bench.peers import PEERS, Differentiable, hf_adapted, hf_trained
+from moe_ops.bench.peers import PEERS
 from moe_ops.bench.problems import SEED, Experts, Inputs, Problem, make_experts, make_inputs
+from moe_ops.bench.trained_peers import (
+    TRAINED_PEERS,
+    Differentiable,
+    TrainedPeer,
+    hf_adapted,
+    hf_trained,
+)
 from moe_ops.training import ExpertLora
 
 TRAINING_KEY = (*KEY, "trained", "mode")
@@ -166,21 +174,35 @@ def grouped_mm_trained(case: Case) -> Differentiable:
     return hf_trained(*how, frozen=case.trained == "frozen")
 
 
-GROUPED_MM = "hf-grouped_mm"
+def peer_trained(peer: TrainedPeer, case: Case) -> Differentiable:
+    """A peer that computes the gradients of all weights."""
+    return peer.make(case.experts, case.inputs)
+
+
+OURS, GROUPED_MM = "moe_ops", "hf-grouped_mm"
 IMPLS: dict[str, Callable[[Case], Differentiable]] = {
-    "moe_ops": moe_ops_trained,
+    OURS: moe_ops_trained,
     GROUPED_MM: grouped_mm_trained,
+    **{name: partial(peer_trained, peer) for name, peer in TRAINED_PEERS.items()},
 }
+
+
+def missing(impl: str) -> str | None:
+    """What is missing to run an implementation here."""
+    peer = TRAINED_PEERS.get(impl) or PEERS.get(impl)
+    return peer and peer.missing()
 
 
 def runs(impl: str, mode: str, case: Case) -> bool:
     """Whether an implementation computes a case in a mode.
 
-    `grouped_mm` is timed eager only: its backward pass is not known to be capturable on sm_90.
+    Peers are timed eager only: `grouped_mm` and SonicMoE are not known to be capturable on sm_90,
+    and Liger reads a number back on every call.
     """
-    if mode == "captured" and (impl == GROUPED_MM or not case.inputs.x.is_cuda):
-        return False
-    return impl != GROUPED_MM or case.scheme == "bf16"
+    if impl == OURS:
+        return mode != "captured" or case.inputs.x.is_cuda
+    computed = case.trained == "all" or impl not in TRAINED_PEERS
+    return mode != "captured" and computed and case.scheme == "bf16"
 
 
 def step(layer: Differentiable, grad: Tensor) -> dict[str, Tensor]:
@@ -344,10 +366,10 @@ def planned(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def print_times(rows: Sequence[TrainingRow], *, head: bool) -> None:
-    """Print a line per row, with its ratios to the lower bound and to the peer in the same mode."""
-    peers = {row.mode: row.time_us for row in rows if row.impl == GROUPED_MM}
+    """Print a line per row, with its ratios to the lower bound and to the best peer in its mode."""
     for number, row in enumerate(rows):
-        peer = peers.get(row.mode)
+        same = [r.time_us for r in rows if r.mode == row.mode and r.impl != OURS]
+        peer = min(same, default=None)
         more = {
             "x floor": row.floor_us and row.time_us / row.floor_us,
             "x peer": peer and row.time_us / peer,
@@ -360,7 +382,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     command = parser(__doc__ or "", tokens="4096,32768", models="qwen3-30b")
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    usable = [impl for impl in IMPLS if impl not in PEERS or PEERS[impl].missing() is None]
+    usable = [impl for impl in IMPLS if missing(impl) is None]
     frozen = [name for name, s in moe_ops.SCHEMES.items() if s.weight and s.activation is None]
     schemes = {name: name for name in ("bf16", *frozen)}
     lists = {

@@ -10,11 +10,13 @@ from typing import Any
 
 try:
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 except ImportError:
     raise SystemExit("plotting needs matplotlib: install moe_ops[bench]") from None
 import models_report
 import roofline
 from report import ESTIMATE
+from tables import OURS
 
 COLUMNS = 3
 MODE = "captured"
@@ -29,7 +31,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     figure, axes = plt.subplots(
         height, columns, figsize=(5 * columns, 4 * height), squeeze=False, layout="constrained"
     )
-    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (impl != "moe_ops", impl))
+    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (impl != OURS, impl))
     for axis, shape in zip(axes.flat, shapes, strict=False):
         _panel(axis, [row for row in rows if row["shape"] == shape], impls)
         axis.set_title(shape)
@@ -46,16 +48,23 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def _panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
+    """Draw times over those of `OURS` with as many tokens, where it was timed."""
+    ours = {row["M"]: row["time_us"] for row in rows if row["impl"] == OURS}
+    rows = [row for row in rows if row["M"] in ours]
     for color, impl in enumerate(impls):
         mine = sorted((row for row in rows if row["impl"] == impl), key=lambda row: row["M"])
         if mine:
-            times = [row["time_us"] for row in mine]
+            ratios = [row["time_us"] / ours[row["M"]] for row in mine]
             look = {"color": f"C{color}", "label": impl, **roofline.marker(impl, impls)}
-            axis.plot([row["M"] for row in mine], times, "-", **look)
-    floor = sorted({(row["M"], row["floor_us"]) for row in rows if row["floor_us"] is not None})
+            axis.plot([row["M"] for row in mine], ratios, "-", **look)
+    floors = {row["M"]: row["floor_us"] for row in rows if row["floor_us"] is not None}
+    floor = sorted((tokens, time / ours[tokens]) for tokens, time in floors.items())
     if floor:
         axis.plot(*zip(*floor, strict=True), "--", color="black", label=ESTIMATE)
-    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time (us)")
+    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=f"time over {OURS}'s")
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
     axis.grid(alpha=0.3)
 
 

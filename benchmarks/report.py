@@ -11,16 +11,15 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+
+import peers_report
+from tables import OURS, TOKENS, Record, is_ours, markdown
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 RESULTS = Path(__file__).with_name("results")
-TOKENS = (1, 8, 64, 512, 4096, 16384)
-OURS, INVARIANT = "moe_ops", "moe_ops-invariant"
+INVARIANT = "moe_ops-invariant"
 ESTIMATE = "estimate"
 """What the GPU's measured rates allow: `floor_us` of a record. A GPU may be a little faster."""
-BEST = "best peer"
-"""The fastest peer in the record, for each layer and number of tokens."""
 LEGEND = f"""\
 Microseconds for the whole layer, uniform routing: median over replays of a CUDA graph, each with a
 cold L2 cache. In brackets the time of {OURS} over that line's: below 1, {OURS} is faster. Bold is
@@ -32,14 +31,9 @@ many times that of {OURS} without it."""
 
 HEADLINE = {
     "times as fast as transformers' `grouped_mm`": (("bf16", "hf-grouped_mm"), ("bf16", OURS)),
-    "times as fast as the best peer of each layer": (("bf16", BEST), ("bf16", OURS)),
     "time over the estimate of what the GPU allows": (("bf16", OURS), ("bf16", ESTIMATE)),
     "`fp8_block128`: times as fast as bf16": (("bf16", OURS), ("fp8_block128", OURS)),
     "`mxfp4_w4a16`: times as fast as bf16": (("bf16", OURS), ("mxfp4_w4a16", OURS)),
-    **{
-        f"`{scheme}`: times as fast as the best peer": ((scheme, BEST), (scheme, OURS))
-        for scheme in ("fp8_block128", "int4_w4a16_g128", "mxfp4_w4a16")
-    },
 }
 """Label of a line -> the scheme and implementation of its numerator and of its denominator."""
 
@@ -62,8 +56,6 @@ OVERHEADS = {
 MODELS_LEGEND = """\
 Whole models in transformers, with random weights: tokens per second of 1, 8 and 64 sequences that
 decode, and of a prompt of 4096 tokens; one step replayed from a CUDA graph."""
-
-Record = dict[str, Any]
 
 
 def read_records(results: Path, name: str = "layer.json") -> list[Record]:
@@ -145,10 +137,11 @@ def headline(records: list[Record]) -> str:
 
 def _headline(record: Record) -> list[str]:
     rows = [r for r in record["rows"] if r["routing"] == "uniform" and r["M"] in TOKENS]
+    beside_peers = peers_report.summary(record)
+    rows = [row for row in rows if row["shape"] not in peers_report.UNTUNED_SHAPES]
     times = {(r["scheme"], r["impl"], r["M"], r["shape"]): r["time_us"] for r in rows}
     ours = [row for row in rows if row["impl"] == OURS]
     times |= {(r["scheme"], ESTIMATE, r["M"], r["shape"]): r["floor_us"] for r in ours}
-    times |= _best_peers(rows)
     shapes = dict.fromkeys(row["shape"] for row in rows)
 
     def ratios(over: tuple[str, str], under: tuple[str, str], m: int) -> dict[str, float]:
@@ -167,7 +160,7 @@ def _headline(record: Record) -> list[str]:
         f"Geometric means over {len(shapes)} models' layers ({', '.join(shapes)}), in bf16 unless "
         f"it says otherwise. Peers: {peers or 'none'}. {source(record)}"
     )
-    return [markdown(["tokens:", *map(str, TOKENS)], lines, labels=1), told]
+    return [markdown(["tokens:", *map(str, TOKENS)], lines, labels=1), *beside_peers, told]
 
 
 def models_headline(records: list[Record]) -> str:
@@ -182,7 +175,7 @@ def _models_headline(record: Record) -> list[str]:
         (r["model"], r["scheme"], r["impl"], r["phase"], r["M"]): r["tokens_per_s"] for r in rows
     }
     impls = sorted({key[:3] for key in speed}, key=lambda key: (key[:2], key[2] != OURS, key[2]))
-    with_peer = {key[:2] for key in impls if not _ours(key[2])}
+    with_peer = {key[:2] for key in impls if not is_ours(key[2])}
 
     def cell(key: tuple[str, ...], case: tuple[str, int]) -> str:
         found = speed.get((*key, *case))
@@ -213,7 +206,7 @@ def _peers_of(rows: list[Record], of: int) -> str:
     """The peers, each with the shapes that it was timed on."""
     shapes = defaultdict(set)
     for row in rows:
-        if not _ours(row["impl"]):
+        if not is_ours(row["impl"]):
             shapes[row["impl"]].add(row["shape"])
     groups = defaultdict(list)
     for peer in sorted(shapes):
@@ -221,24 +214,8 @@ def _peers_of(rows: list[Record], of: int) -> str:
     return "; ".join(f"{', '.join(peers)}{where}" for where, peers in sorted(groups.items()))
 
 
-def _best_peers(rows: list[Record]) -> dict[tuple[str, str, int, str], float]:
-    """The time of the fastest peer of each layer, as `BEST`."""
-    best: dict[tuple[str, str, int, str], float] = {}
-    for row in rows:
-        if not _ours(row["impl"]):
-            key = (row["scheme"], BEST, row["M"], row["shape"])
-            best[key] = min(row["time_us"], best.get(key, row["time_us"]))
-    return best
-
-
 def _us(time: float) -> str:
     return f"{time:.1f}" if time < 100 else f"{time:.0f}"
-
-
-def markdown(head: list[str], lines: list[list[str]], labels: int) -> str:
-    """A Markdown table; all but the first ``labels`` columns are numbers."""
-    rule = ["---"] * labels + ["--:"] * (len(head) - labels)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
 
 
 def _table(rows: list[Record]) -> str:
@@ -257,7 +234,7 @@ def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list
         if row["floor_us"] is not None:
             times[ESTIMATE][row["M"]] = row["floor_us"]
     peers = sorted(times.keys() - {OURS, ESTIMATE})
-    rivals = [impl for impl in peers if not _ours(impl)]
+    rivals = [impl for impl in peers if not is_ours(impl)]
     contest = [times[impl] for impl in (OURS, *rivals)] if rivals else []
 
     def cell(impl: str, m: int) -> str:
@@ -284,7 +261,7 @@ def overheads_report(records: list[Record]) -> str:
 
 def _overheads(rows: list[Record]) -> str:
     """A line per shape, measure and number of tokens, with a column per implementation."""
-    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (not _ours(impl), impl))
+    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (not is_ours(impl), impl))
     cells: dict[tuple[str, str, int], dict[str, str]] = defaultdict(dict)
     for row in rows:
         shape, measure, tokens, impl = (row[name] for name in ("shape", "measure", "M", "impl"))
@@ -305,10 +282,6 @@ def _overheads(rows: list[Record]) -> str:
         lines.append([name, OVERHEADS[measure], str(tokens), *each])
         before = shape
     return markdown(["shape", "", "tokens", *impls], lines, labels=2)
-
-
-def _ours(impl: str) -> bool:
-    return impl.startswith(OURS)
 
 
 def _overhead(row: Record) -> str:

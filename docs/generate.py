@@ -32,6 +32,7 @@ from moe_ops.support import ARCHITECTURES
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import models_report  # noqa: E402
+import peers_report  # noqa: E402
 import quality_report  # noqa: E402
 import ranks_report  # noqa: E402
 import report  # noqa: E402
@@ -406,6 +407,7 @@ PAGES = {
     "tuned": tuned,
     "names": names,
     "headline": headline,
+    "beside_peers": lambda: peers_report.report(report.read_records(RESULTS)),
     "layers": layer_tables,
     "plots": plots,
     "profile": profile,

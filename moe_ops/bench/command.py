@@ -17,8 +17,10 @@ from moe_ops.bench.harness import CONSOLE_SCRIPT, default_output
 from moe_ops.bench.model_config import read_config
 from moe_ops.bench.problems import (
     ROUTINGS,
+    UNTUNED,
     Problem,
     find_problem,
+    find_problems,
     load_problems,
     problem_of_sizes,
     unknown,
@@ -70,11 +72,13 @@ def add_layer_options(
     if models is None:
         others = (f"{option} {metavar}" for option, (_, metavar, _) in OTHER_LAYERS.items())
         parser.usage = f"%(prog)s ({' | '.join(('--model NAME', *others))}) [options]"
-    text = "name of a model, or of a shape that models share" + (", or several" if many else "")
+    text = "name of a model, or of a shape that models share"
+    if many:
+        text += f", or several, or {UNTUNED}"
     layers.add_argument(
         *("--model", *(["--shapes"] if many else [])),
         dest="problems",
-        type=one_or_more(find_problem) if many else _only(find_problem),
+        type=_problems if many else _only(find_problem),
         default=models,
         metavar="NAME,.." if many else "NAME",
         help=text if models is None else f"{text} (default: %(default)s)",
@@ -151,6 +155,12 @@ def device_help() -> str:
     """The names that ``--device`` takes, for its help."""
     archs = [name for name, target in TARGETS.items() if target.facts is not None]
     return f"a GPU ({', '.join(GPUS)}), an architecture ({', '.join(archs)})"
+
+
+def _problems(text: str) -> list[Problem]:
+    """The problems of comma-separated names, each once."""
+    found = one_or_more(find_problems)(text)
+    return list(dict.fromkeys(problem for problems in found for problem in problems))
 
 
 def gpu_named(name: str) -> Target:

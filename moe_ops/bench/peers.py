@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.bench import vllm
+from moe_ops.bench import humming, vllm
 from moe_ops.bench.installed import package, reason
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem
+from moe_ops.scheme import get_scheme
 
 Maker = Callable[[Experts, Inputs], Call]
 
@@ -28,12 +29,16 @@ class Peer:
     """Says what is missing to run it here; None if nothing is."""
     makers: Mapping[str, Maker]
     """Scheme, ``bf16`` if nothing is quantized -> factory of the timed call."""
-    fits: Callable[[Problem, int], bool] = lambda problem, tokens: True
-    """Whether it takes these sizes and that number of tokens."""
+    fits: Callable[[str, Problem, int], bool] = lambda scheme, problem, tokens: True
+    """Whether it takes a scheme with these sizes and that number of tokens."""
 
     def takes(self, scheme: str, problem: Problem, tokens: int) -> bool:
         """Whether it computes a case."""
-        return scheme in self.makers and problem.activation == "silu" and self.fits(problem, tokens)
+        return (
+            scheme in self.makers
+            and problem.activation == "silu"
+            and self.fits(scheme, problem, tokens)
+        )
 
     def __call__(self, experts: Experts, inputs: Inputs) -> Call:
         """The timed call of a case that the peer takes."""
@@ -47,7 +52,7 @@ MOST_COPIED = 8 * 2**30
 """Most bytes of weights that `hf-batched_mm` is let copy: it copies an expert for every slot."""
 
 
-class _TransformersExperts(torch.nn.Module):
+class TransformersExperts(torch.nn.Module):
     """The attributes of a model's experts module that transformers' experts functions use."""
 
     has_gate = True
@@ -70,94 +75,34 @@ class _TransformersExperts(torch.nn.Module):
         return self.act_fn(gate) * up
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``(T, H)``: the experts function of the implementation."""
         return self.run(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _transformers_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def transformers_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments as a model passes them: int64 ids, and weights in the dtype of the tokens."""
     return inputs.x, inputs.topk_ids.long(), inputs.topk_weights.to(inputs.x.dtype)
 
 
 def hf(implementation: str, experts: Experts, inputs: Inputs) -> Call:
     """An experts implementation of transformers, eager."""
-    layer = _TransformersExperts(experts, implementation)
-    arguments = _transformers_arguments(inputs)
+    layer = TransformersExperts(experts, implementation)
+    arguments = transformers_arguments(inputs)
     return lambda: layer(*arguments)
-
-
-class Differentiable(NamedTuple):
-    """A layer with gradients."""
-
-    forward: Call
-    """Eager, and recorded for a backward pass."""
-    leaves: dict[str, Tensor]
-    """Tensors that require grad, by their names in `Experts` and `Inputs`."""
-
-
-def hf_trained(
-    implementation: str, experts: Experts, inputs: Inputs, *, frozen: bool = False
-) -> Differentiable:
-    """`hf` with gradients of tokens, router weights and, unless they are frozen, both weights.
-
-    The memory of the weights is shared.
-    """
-    layer = _TransformersExperts(experts, implementation)
-    x, ids, weights = _transformers_arguments(inputs)
-    x, weights = (t.detach().requires_grad_() for t in (x, weights))
-    leaves = {"x": x, "topk_weights": weights}
-    if not frozen:
-        layer.requires_grad_()
-        leaves.update(w1=layer.gate_up_proj, w2=layer.down_proj)
-    return Differentiable(lambda: layer(x, ids, weights), leaves)
-
-
-def hf_adapted(
-    implementation: str,
-    experts: Experts,
-    inputs: Inputs,
-    factors: dict[str, Tensor],
-    scaling: float,
-) -> Differentiable:
-    """`hf` with an adapter as PEFT runs it: every pass makes ``W + B @ A`` of all experts.
-
-    Args:
-        implementation: as for `hf`.
-        experts: frozen weights in bf16.
-        inputs: tokens with their routing.
-        factors: ``a1``, ``b1``, ``a2`` and ``b2``: ``(1, E, r, K)`` and ``(1, E, N, r)``.
-        scaling: factor of ``B @ A``.
-
-    Source:
-        PEFT's ``ParamWrapper`` (pull request 3577: one ``baddbmm`` for one active adapter).
-    """
-    layer = _TransformersExperts(experts, implementation)
-    x, ids, weights = _transformers_arguments(inputs)
-    given = {"x": x, "topk_weights": weights, **factors}
-    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
-    parameters = {"gate_up_proj": "1", "down_proj": "2"}
-
-    def adapted(name: str) -> Tensor:
-        a, b = (leaves[factor + parameters[name]][0] for factor in "ab")
-        return torch.baddbmm(getattr(layer, name), b, a, alpha=scaling)
-
-    def forward() -> Tensor:
-        made = {name: adapted(name) for name in parameters}
-        return torch.func.functional_call(layer, made, (leaves["x"], ids, leaves["topk_weights"]))
-
-    return Differentiable(forward, leaves)
 
 
 def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:
     """``grouped_mm`` under torch.compile, compiled for these sizes: its best case."""
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     torch.compiler.reset()
-    layer = torch.compile(_TransformersExperts(experts, "grouped_mm"), dynamic=False)
-    arguments = _transformers_arguments(inputs)
+    layer = torch.compile(TransformersExperts(experts, "grouped_mm"), dynamic=False)
+    arguments = transformers_arguments(inputs)
     return lambda: layer(*arguments)
 
 
-def copies_fit(problem: Problem, tokens: int) -> bool:
+def copies_fit(scheme: str, problem: Problem, tokens: int) -> bool:
     """Whether a copy of an expert's weights for every slot takes at most `MOST_COPIED` bytes."""
+    del scheme
     rows = problem.w1_rows + problem.intermediate_size
     return tokens * problem.top_k * rows * problem.hidden_size * 2 <= MOST_COPIED
 
@@ -170,6 +115,23 @@ def hub_kernel(name: str) -> str | None:
             return package(needed)
     module = import_module(f"transformers.integrations.{name}")
     return reason(getattr(module, f"load_{name}_kernel"))
+
+
+# vLLM and Humming
+
+
+def whole_groups(scheme: str, problem: Problem, tokens: int) -> bool:
+    """Whether groups and square blocks that share a scale divide the weights' sizes."""
+    del tokens
+    quant = None if scheme == "bf16" else get_scheme(scheme).weight
+    columns = 1 if quant is None else max(1, quant.group.cols)
+    return not (problem.hidden_size % columns or problem.intermediate_size % columns)
+
+
+def marlin_tiles(scheme: str, problem: Problem, tokens: int) -> bool:
+    """Whether Marlin has a tile of 128 x 64 or 64 x 128 for both weights, and whole groups."""
+    hidden, inner = problem.hidden_size, problem.intermediate_size
+    return whole_groups(scheme, problem, tokens) and not (hidden % 128 or inner % 128)
 
 
 # OpenAI's triton_kernels
@@ -186,9 +148,9 @@ def triton_kernels_parts() -> str | None:
     )
 
 
-def power_of_two(problem: Problem, tokens: int) -> bool:
+def power_of_two(scheme: str, problem: Problem, tokens: int) -> bool:
     """Whether the routing of triton_kernels compiles: it sorts a power of two of slots."""
-    del tokens
+    del scheme, tokens
     return problem.top_k & (problem.top_k - 1) == 0
 
 
@@ -256,6 +218,7 @@ def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
 
 MODULAR, INSIDE = "vllm-modular", "moe_ops-in-vllm"
 """vLLM's modular kernel with its own Triton experts, and with this library's."""
+_TRITON = ("bf16", *vllm.CONFIGS)
 PEERS: dict[str, Peer] = {
     "hf-grouped_mm": Peer(partial(package, "transformers"), {"bf16": partial(hf, "grouped_mm")}),
     "hf-grouped_mm-compiled": Peer(
@@ -267,12 +230,18 @@ PEERS: dict[str, Peer] = {
     "hf-deepgemm": Peer(partial(hub_kernel, "deepgemm"), {"bf16": partial(hf, "deepgemm")}),
     "hf-sonicmoe": Peer(partial(hub_kernel, "sonicmoe"), {"bf16": partial(hf, "sonicmoe")}),
     "vllm-triton": Peer(
-        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(("bf16", *vllm.CONFIGS), vllm.triton)
+        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(_TRITON, vllm.triton), whole_groups
     ),
     "vllm-cutlass": Peer(partial(vllm.missing, *vllm.CUTLASS), {"fp8_channel": vllm.cutlass}),
-    "vllm-marlin": Peer(partial(vllm.missing, *vllm.MARLIN), {"int4_w4a16_g128": vllm.marlin}),
+    "vllm-deepgemm": Peer(vllm.missing_deepgemm, {"fp8_block128": vllm.deepgemm}, whole_groups),
+    "vllm-marlin": Peer(
+        partial(vllm.missing, *vllm.MARLIN),
+        dict.fromkeys(vllm.MARLIN_ELEMENTS, vllm.marlin),
+        marlin_tiles,
+    ),
+    "humming": Peer(humming.missing, dict.fromkeys(humming.SCHEMAS, humming.humming), whole_groups),
     MODULAR: Peer(
-        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(("bf16", *vllm.CONFIGS), vllm.modular)
+        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(_TRITON, vllm.modular), whole_groups
     ),
     INSIDE: Peer(partial(vllm.missing, *vllm.OURS), dict.fromkeys(vllm.SERVED, vllm.served)),
     "triton_kernels": Peer(

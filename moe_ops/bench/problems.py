@@ -123,6 +123,22 @@ def find_problem(name: str) -> Problem:
     return load_problems()[known[plain]]
 
 
+UNTUNED = "untuned"
+"""Name of all layers for which no file of tuned tiles is shipped."""
+
+
+def find_problems(name: str) -> tuple[Problem, ...]:
+    """The problem called ``name``, or all layers that nobody tuned, called `UNTUNED`.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known names.
+    """
+    if name.lower() != UNTUNED:
+        return (find_problem(name),)
+    known = load_problems()
+    return tuple(known[key] for key, shape in _shapes().items() if shape.get(UNTUNED))
+
+
 def problem_of_sizes(text: str) -> Problem:
     """The problem of four sizes ``E,k,H,I``: experts, experts of a token, hidden, intermediate.
 

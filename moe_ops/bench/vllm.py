@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from moe_ops.bench.installed import package, reason
 from moe_ops.bench.problems import Call, Experts, Inputs
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
+UTILS = "vllm.model_executor.layers.quantization.utils"
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_block128": ("fp8_w8a8_moe_quant_config", {"block_shape": [128, 128]}),
     "fp8_channel": ("fp8_w8a8_moe_quant_config", {"per_act_token_quant": True}),
@@ -36,7 +38,14 @@ MARLIN = (
     ("_moe_C.moe_align_block_size", "_moe_C.moe_wna16_marlin_gemm", "_C.gptq_marlin_repack",
      "_C.silu_and_mul"),
 )  # fmt: skip
+DEEPGEMM = ("experts.deep_gemm_moe", TRITON[1])
 OURS = ("modular_kernel", ())
+MARLIN_ELEMENTS = {
+    "int4_w4a16_g128": "uint4b8",
+    "int8_w8a16": "uint8b128",
+    "mxfp4_w4a16": "float4_e2m1f",
+}
+"""Scheme of Marlin's kernels -> vLLM's name of the weights' elements."""
 
 
 @cache
@@ -47,6 +56,15 @@ def missing(module: str, operators: tuple[str, ...]) -> str | None:
         return fault
     absent = [name for name in operators if not _has_operator(*name.split("."))]
     return f"compiled operators of vllm: {', '.join(absent)}" if absent else None
+
+
+@cache
+def missing_deepgemm() -> str | None:
+    """What is missing of vLLM for its DeepGEMM experts."""
+    fault = missing(*DEEPGEMM)
+    if fault is None and not import_module("vllm.utils.deep_gemm").is_deep_gemm_supported():
+        return "a GPU and a build of vllm that have DeepGEMM"
+    return fault
 
 
 def _has_operator(namespace: str, name: str) -> bool:
@@ -73,29 +91,48 @@ def quant_config(experts: Experts, **changes: Any) -> Any:
 
 def marlin(experts: Experts, inputs: Inputs) -> Call:
     """The ``fused_marlin_moe`` of vLLM, on weights in Marlin's layout."""
-    repack = import_module("vllm._custom_ops").gptq_marlin_moe_repack
-    utils = import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
     run = import_module(f"{LAYERS}.experts.marlin_moe").fused_marlin_moe
-    element = import_module("vllm.scalar_type").scalar_types.uint4b8.id
-    weights, scales = [], []
-    for weight in experts.stored or ():
-        words, by_group = gptq_layout(weight)
-        sizes = (8 * words.shape[1], words.shape[2])
-        group = sizes[0] // by_group.shape[1]
-        weights.append(repack(words, *sizes, 4))
-        scales.append(utils.marlin_moe_permute_scales(by_group, *sizes, group))
+    types = import_module("vllm.scalar_type").scalar_types
+    element = getattr(types, MARLIN_ELEMENTS[experts.scheme.name]).id
+    weights, scales = zip(*map(_marlin_weight, experts.stored or ()), strict=True)
     routing = (inputs.topk_weights, inputs.topk_ids, element)
     return lambda: run(inputs.x, *weights, None, None, *scales, *routing)
 
 
+def _marlin_weight(weight: Any) -> tuple[Tensor, Tensor]:
+    """A weight and its scales in Marlin's layout."""
+    utils = import_module(f"{UTILS}.marlin_utils")
+    words, by_group = gptq_layout(weight)
+    bits = 4 if weight.data.dtype == torch.uint8 else 8
+    sizes = (32 // bits * words.shape[1], words.shape[2])
+    group = sizes[0] // by_group.shape[1]
+    scales = utils.marlin_moe_permute_scales(by_group, *sizes, group)
+    if weight.scale.dtype == torch.uint8:
+        process = import_module(f"{UTILS}.marlin_utils_fp4").mxfp4_marlin_process_scales
+        scales = torch.stack([process(of_expert) for of_expert in scales])
+    repack = import_module("vllm._custom_ops").gptq_marlin_moe_repack
+    if "perm" in signature(repack).parameters:  # until vLLM 0.25: no columns are permuted
+        no_order = words.new_empty((len(words), 0))
+        return repack(words, no_order, *sizes, bits), scales
+    return repack(words, *sizes, bits), scales
+
+
 def gptq_layout(weight: Any) -> tuple[Tensor, Tensor]:
-    """int4 codes as words ``(E, K / 8, N)`` int32, the first k lowest; scales ``(E, G, N)``.
+    """Codes as words ``(E, K / n, N)`` int32, the first of n k lowest; scales ``(E, G, N)`` bf16.
+
+    Integer codes are offset by half of their range, and 4-bit floats are their bits.
 
     Args:
         weight: a `moe_ops.scheme.QTensor`.
     """
-    words = weight.data.contiguous().view(torch.int32)  # two codes a byte, the even k lower
-    return words.transpose(1, 2).contiguous(), weight.scale.transpose(1, 2).contiguous()
+    codes, scale = weight.data.contiguous().view(torch.uint8), weight.scale
+    if weight.data.dtype == torch.int8:
+        codes = codes ^ 128
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    scale = scale.reshape(*codes.shape[:2], -1).to(torch.bfloat16)
+    words = codes.view(torch.int32)  # two 4-bit codes a byte, the even k lower
+    return words.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
 
 
 # The modular kernel
@@ -111,6 +148,12 @@ def cutlass(experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel with vLLM's CUTLASS experts."""
     config = quant_config(experts, per_out_ch_quant=True)  # else one scale for a whole weight
     return _kernel(_class("experts.cutlass_moe", "CutlassExpertsFp8"), config, experts, inputs)
+
+
+def deepgemm(experts: Experts, inputs: Inputs) -> Call:
+    """The modular kernel with vLLM's DeepGEMM experts."""
+    experts_class = _class("experts.deep_gemm_moe", "DeepGemmExperts")
+    return _kernel(experts_class, quant_config(experts), experts, inputs)
 
 
 def served(experts: Experts, inputs: Inputs) -> Call:

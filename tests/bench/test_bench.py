@@ -264,9 +264,10 @@ def test_headline():
         row("a", 1, time_us=5.0, floor_us=1.0, scheme="fp8_block128"),
     ]  # fmt: skip
     text = report.headline([record_of(*rows)])
-    ratios = [line.split(" | ")[1] for line in text.splitlines()[2:6]]
-    # There are no compiled peers and no MXFP4; the best peer is the only one.
-    assert ratios == ["4.00", "4.00", "2.00", "2.00"]
+    ratios = [line.split(" | ")[1] for line in text.splitlines()[2:5]]
+    assert ratios == ["4.00", "2.00", "2.00"], "without compiled peers and MXFP4"
+    assert "| `bf16` (2 layers) | 0.25 hf-grouped_mm |" in text
+    assert "No peer is faster in any of the 2 cells." in text
     assert "Peers: hf-grouped_mm." in text
     assert "torch.compile" not in text and "mxfp4" not in text
     assert "over 2 models' layers (a, b)" in text
@@ -308,6 +309,12 @@ def test_plot(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("g/*.png")) == [
         "layer-bf16-zipf.png", "layer-bf16.png", "roofline-bf16-zipf.png", "roofline-bf16.png",
     ]  # fmt: skip
+    _, axis = plot.plt.subplots()
+    panel = [row(m=1, time_us=10.0, floor_us=8.0), row(m=1, impl="peer", time_us=25.0),
+             row(m=8, impl="peer", time_us=3.0)]  # fmt: skip
+    plot._panel(axis, list(map(vars, panel)), ["moe_ops", "peer"])
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    assert drawn["moe_ops"] == [1.0] and drawn["peer"] == [2.5], "ratios to this library's time"
 
 
 BENCHES = {path.stem.removeprefix("bench_"): path for path in ROOT.glob("benchmarks/bench_*.py")}

@@ -4,11 +4,12 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from moe_ops.bench import peers, problems
+from moe_ops.bench import installed, peers, problems, trained_peers
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -110,10 +111,90 @@ def test_the_peer(trained, device):
         assert layer.leaves["w1"].data_ptr() == case.experts.w1.data_ptr()
 
 
+class _LigerFunction:
+    """Liger's function in words."""
+
+    @staticmethod
+    def apply(x, w1, w2, ids, weights):
+        assert ids.dtype == torch.int32 and weights.dtype == x.dtype
+        return _layer(x, w1, w2, ids, weights)
+
+
+def _layer(x, w1, w2, ids, weights):
+    gate, up = torch.einsum("th,tknh->tkn", x, w1[ids.long()]).chunk(2, dim=-1)
+    y = torch.einsum("tki,tkhi->tkh", torch.nn.functional.silu(gate) * up, w2[ids.long()])
+    return (y * weights[..., None].to(x.dtype)).sum(1)
+
+
+def _sonic(x, scores, tokens, ids, w1, b1, w2, b2, count, stream, activation, concat_layout):
+    """SonicMoE's ``moe_general_routing_inputs`` in words."""
+    assert (w1.stride(1), w2.stride(1), activation) == (1, 1, "swiglu") and concat_layout
+    assert b1 is None and b2 is None and scores.dtype == torch.float32 and count == w1.shape[2]
+    assert bool((tokens.diff() >= 0).all()) and tokens.dtype == ids.dtype == torch.int32
+    by_token = (len(x), -1)
+    given = (w1.permute(2, 0, 1), w2.permute(2, 0, 1), ids.view(by_token), scores.view(by_token))
+    return _layer(x, *given), ids.bincount(minlength=count)
+
+
+@pytest.fixture
+def peers_of_training(monkeypatch):
+    """Stand-ins for Liger and SonicMoE with QuACK; returns QuACK's tuner."""
+    config = {"tile_m": 128, "tile_n": 192, "pingpong": True, "cluster_m": 2, "swap_ab": False,
+              "device_capacity": 9}  # fmt: skip
+    changes = ({}, {"swap_ab": True}, {"cluster_m": 1}, {"tile_n": 208}, {"device_capacity": 10})
+    configs = [SimpleNamespace(kwargs={"config": SimpleNamespace(**{**config, **change})})
+               for change in changes]  # fmt: skip
+    tuner = SimpleNamespace(configs=configs)
+    kinds = SimpleNamespace(SWIGLU="swiglu")
+    members = {
+        "liger_kernel.ops.fused_moe": {"LigerFusedMoEFunction": _LigerFunction},
+        "sonicmoe.functional": {"moe_general_routing_inputs": _sonic},
+        "sonicmoe.enums": {"ActivationType": kinds},
+        "quack.gemm_interface": {"gemm_tuned": tuner, "other": SimpleNamespace()},
+    }
+    for name, found in members.items():
+        module = ModuleType(name)
+        vars(module).update(found)
+        monkeypatch.setitem(sys.modules, name, module)
+        for outer in (name.partition(".")[0], name.rpartition(".")[0]):
+            monkeypatch.setitem(sys.modules, outer, ModuleType(outer))
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return tuner
+
+
+def test_liger_and_sonicmoe(peers_of_training):
+    """Gradients are of the stored weights; SonicMoE's tuner has few tiles left for sm_90."""
+    case = case_of("cpu", tokens=40)
+    for impl in trained_peers.TRAINED_PEERS:
+        layer = bench.IMPLS[impl](case)
+        bench.errors_of(case, bench.step(layer, case.grad))
+        assert set(layer.leaves) == set(bench.TRAINED["all"]), impl
+        assert layer.leaves["w1"].data_ptr() == case.experts.w1.data_ptr(), impl
+        assert not case.experts.w1.requires_grad
+    kept = [vars(made.kwargs["config"]) for made in peers_of_training.configs]
+    assert [(c["tile_n"], c["device_capacity"]) for c in kept] == [(192, 9), (192, 10)]
+
+
+def test_what_training_peers_lack(monkeypatch):
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    trained_peers.what_lacks.cache_clear()
+    assert bench.missing("liger") == "the package liger_kernel"
+    assert bench.missing("sonicmoe") == "the package sonicmoe"
+    assert bench.missing("moe_ops") is None
+    monkeypatch.setattr(installed, "find_spec", lambda name: True)
+    lacks = trained_peers.what_lacks("no_such_package", "no_such_package.part")
+    assert lacks == "ModuleNotFoundError: No module named 'no_such_package'"
+    trained_peers.what_lacks.cache_clear()
+
+
 def test_what_runs(device):
     full, adapters = case_of(device), case_of(device, "adapters")
     assert bench.runs("hf-grouped_mm", "eager", full)
-    assert not bench.runs("hf-grouped_mm", "captured", full)
+    for peer in ("hf-grouped_mm", *trained_peers.TRAINED_PEERS):
+        assert bench.runs(peer, "eager", full) and not bench.runs(peer, "captured", full)
+    for peer in trained_peers.TRAINED_PEERS:
+        assert not bench.runs(peer, "eager", adapters), "their backward is of all weights"
     assert bench.runs("moe_ops", "captured", full) == full.inputs.x.is_cuda
     assert bench.runs("moe_ops", "eager", adapters)
     assert bench.runs("hf-grouped_mm", "eager", adapters)

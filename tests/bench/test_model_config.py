@@ -1,9 +1,11 @@
 """The layer that a model's ``config.json`` describes: sizes, activation, scheme."""
 
 import json
+from importlib import resources
 
 import pytest
 
+from moe_ops.bench import layer, problems
 from moe_ops.bench.model_config import read_config
 from moe_ops.demo import MODEL
 from moe_ops.scheme import get_scheme
@@ -319,3 +321,20 @@ def test_configurations_that_transformers_writes(tmp_path):
         assert (
             found.num_experts, found.top_k, found.hidden_size, found.intermediate_size
         ) == sizes, name  # fmt: skip
+
+
+def test_layers_that_nobody_tuned():
+    """``--model untuned`` is five layers of these sizes, and no file of tuned tiles is theirs."""
+    chosen = layer.options(["--model", "untuned,qwen3-30b,phi-3.5-moe", "--tokens", "1"], None)
+    *untuned, qwen = chosen.problems
+    sizes = {(p.num_experts, p.top_k, p.hidden_size, p.intermediate_size) for p in untuned}
+    assert sizes == {
+        (160, 8, 6144, 640), (64, 6, 2048, 1408), (16, 2, 4096, 6400), (896, 16, 3584, 384),
+        (48, 1, 5120, 8192),
+    }  # fmt: skip
+    assert qwen.name == "qwen3-30b" and not any(problem.timed for problem in untuned)
+    files = [path.name for path in resources.files("moe_ops.configs").iterdir()]
+    for experts, _, hidden, inner in sizes:
+        assert not any(f.startswith(f"E={experts},N={inner},K={hidden},") for f in files)
+    with pytest.raises(ValueError, match="unknown model 'untund'"):
+        problems.find_problems("untund")

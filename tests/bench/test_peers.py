@@ -2,20 +2,14 @@
 
 import json
 import sys
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import moe_ops
-from moe_ops.bench import installed, layer, peers, problems, vllm
+from moe_ops.bench import humming, installed, layer, peers, problems, vllm
 from moe_ops.bench.peers import PEERS
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-report = import_module("report")
 
 CPU = torch.device("cpu")
 SMALL = problems.Problem("small", 8, 2, 256, 128, timed=False)
@@ -37,7 +31,9 @@ def error_of(out, experts, inputs):
 @pytest.fixture
 def modules(monkeypatch):
     """Puts stand-ins for modules into ``sys.modules``, and forgets what was found missing."""
-    for probe in (peers.hub_kernel, vllm.missing, peers.triton_kernels_parts):
+    probes = (peers.hub_kernel, vllm.missing, vllm.missing_deepgemm, humming.missing,
+              peers.triton_kernels_parts)  # fmt: skip
+    for probe in probes:
         probe.cache_clear()
     monkeypatch.setattr(installed, "find_spec", lambda name: True)
 
@@ -52,7 +48,7 @@ def modules(monkeypatch):
         vars(sys.modules[name]).update(members)
 
     yield put
-    for probe in (peers.hub_kernel, vllm.missing, peers.triton_kernels_parts):
+    for probe in probes:
         probe.cache_clear()
 
 
@@ -64,8 +60,6 @@ def test_schemes():
     for name, peer in PEERS.items():
         assert peer.makers.keys() <= schemes, name
         assert not peer.takes("mxfp8", QWEN, 8)
-    shown = {scheme for (scheme, impl), _ in report.HEADLINE.values() if impl == report.BEST}
-    assert shown <= {scheme for peer in PEERS.values() for scheme in peer.makers}
 
 
 def test_what_is_declined():
@@ -79,7 +73,16 @@ def test_what_is_declined():
     odd = own("odd", 16, 10, 64, 32, timed=False)
     kernels = PEERS["triton_kernels"]
     assert kernels.takes("mxfp4_w4a16", QWEN, 4096) and not kernels.takes("bf16", odd, 1)
-    assert PEERS["vllm-marlin"].takes("int4_w4a16_g128", QWEN, 1)
+    marlin, gpt_oss = PEERS["vllm-marlin"], problems.load_problems()["gpt-oss-120b"]
+    taken = {"int4_w4a16_g128", "int8_w8a16", "mxfp4_w4a16"}
+    assert {scheme for scheme in moe_ops.SCHEMES if marlin.takes(scheme, QWEN, 1)} == taken
+    assert not any(marlin.takes(scheme, gpt_oss, 1) for scheme in taken), "2880 = 22.5 * 128"
+    blocks = {"fp8_block128", "int4_w4a16_g128"}
+    narrow = own("narrow", 8, 2, 256, 192, timed=False)
+    assert not any(PEERS["humming"].takes(scheme, narrow, 1) for scheme in blocks)
+    for name in ("vllm-triton", "vllm-modular", "vllm-deepgemm", "humming"):
+        refused = {s for s in PEERS[name].makers if not PEERS[name].takes(s, gpt_oss, 1)}
+        assert refused == blocks & PEERS[name].makers.keys(), name
 
 
 def test_what_is_missing_is_said(monkeypatch, modules, capsys):
@@ -88,10 +91,22 @@ def test_what_is_missing_is_said(monkeypatch, modules, capsys):
     modules(f"{vllm.LAYERS}.fused_moe")
     missing = PEERS["vllm-triton"].missing()
     assert missing == f"compiled operators of vllm: {', '.join(vllm.TRITON[1])}"
+    assert PEERS["humming"].missing() == "ModuleNotFoundError: No module named 'humming'"
+    modules("humming.forward")
+    humming.missing.cache_clear()
+    assert PEERS["humming"].missing() == missing, "vLLM's operators run around its GEMMs"
+    modules("vllm.utils.deep_gemm", is_deep_gemm_supported=lambda: False)
+    monkeypatch.setattr(vllm, "missing", lambda *what: None)
+    assert PEERS["vllm-deepgemm"].missing() == "a GPU and a build of vllm that have DeepGEMM"
+    monkeypatch.undo()
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    humming.missing.cache_clear()
+    vllm.missing_deepgemm.cache_clear()
     vllm.missing.cache_clear()
     peers.hub_kernel.cache_clear()
     assert PEERS["vllm-triton"].missing() == "the package vllm"
+    assert PEERS["vllm-deepgemm"].missing() == "the package vllm"
+    assert PEERS["humming"].missing() == "the package humming (humming-kernels)"
     assert PEERS["hf-sonicmoe"].missing() == "the package transformers"
     assert peers.available() == []
     with pytest.raises(SystemExit):
@@ -144,14 +159,154 @@ def test_vllm_is_given_the_scales(modules):
         assert experts.w1.dtype in (torch.float8_e4m3fn, torch.int8), "as vLLM reads them"
 
 
+def _unpacked(words, bits):
+    """The codes of int32 words along the last dimension, the first one lowest."""
+    mask = 2**bits - 1
+    return torch.stack([words >> bits * i & mask for i in range(32 // bits)], -1).flatten(-2)
+
+
+def _values(codes, element):
+    """The numbers that codes stand for, as Marlin and Humming name their elements."""
+    if element in ("float4_e2m1f", "float4e2m1"):
+        magnitudes = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        return torch.cat((magnitudes, -magnitudes))[codes]
+    if element == "float8e4m3":
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    return (codes - {"uint4": 8, "uint4b8": 8, "uint8": 128, "uint8b128": 128}[element]).float()
+
+
 def test_codes_in_the_layout_of_gptq():
-    experts, _ = case("int4_w4a16_g128")
-    for weight in experts.stored:
-        words, scales = vllm.gptq_layout(weight)
-        codes = torch.stack([words >> 4 * i & 15 for i in range(8)], 2).flatten(1, 2)  # (E, K, N)
-        groups = scales.float().repeat_interleave(128, dim=1)
-        expected = moe_ops.dequantize_weight(weight, experts.scheme, torch.float32)
-        torch.testing.assert_close(((codes - 8) * groups).transpose(1, 2), expected)
+    for scheme, element in vllm.MARLIN_ELEMENTS.items():
+        experts, _ = case(scheme)
+        for weight in experts.stored:
+            words, scales = vllm.gptq_layout(weight)
+            assert scales.dtype == torch.bfloat16
+            codes = _unpacked(words.transpose(1, 2), 8 if scheme == "int8_w8a16" else 4)
+            groups = codes.shape[2] // scales.shape[1]
+            by_column = scales.float().transpose(1, 2).repeat_interleave(groups, dim=2)
+            expected = moe_ops.dequantize_weight(weight, experts.scheme, torch.float32)
+            found = _values(codes, element) * by_column
+            torch.testing.assert_close(found, expected, rtol=0.005, atol=0, msg=scheme)
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_marlin_is_given_its_layout(modules, order):
+    """The repacking of vLLM 0.25 takes an order of columns; there is none."""
+    seen = []
+
+    def repack(words, size_k, size_n, num_bits):
+        assert words.shape[1:] == (size_k * num_bits // 32, size_n)
+        seen.append(num_bits)
+        return words
+
+    def repack_in_order(b_q_weight, perm, size_k, size_n, num_bits):
+        assert perm.shape == (len(b_q_weight), 0)
+        return repack(b_q_weight, size_k, size_n, num_bits)
+
+    def permuted(scales, size_k, size_n, group):
+        assert scales.shape[1:] == (size_k // group, size_n)
+        return scales
+
+    def run(x, w1, w2, bias1, bias2, scale1, scale2, weights, ids, element):
+        assert bias1 is None and bias2 is None and scale1.shape[2] == w1.shape[2]
+        seen.append(element)
+        return x
+
+    types = {name: SimpleNamespace(id=name) for name in vllm.MARLIN_ELEMENTS.values()}
+    modules("vllm._custom_ops", gptq_marlin_moe_repack=repack_in_order if order else repack)
+    modules("vllm.scalar_type", scalar_types=SimpleNamespace(**types))
+    modules(f"{vllm.UTILS}.marlin_utils", marlin_moe_permute_scales=permuted)
+    modules(f"{vllm.UTILS}.marlin_utils_fp4",
+            mxfp4_marlin_process_scales=lambda scales: scales.to(torch.float8_e8m0fnu))  # fmt: skip
+    modules(f"{vllm.LAYERS}.experts.marlin_moe", fused_marlin_moe=run)
+    for scheme, element in vllm.MARLIN_ELEMENTS.items():
+        experts, inputs = case(scheme)
+        PEERS["vllm-marlin"](experts, inputs)()
+        bits = 8 if scheme == "int8_w8a16" else 4
+        assert seen == [bits, bits, element], scheme
+        seen.clear()
+
+
+class _Humming:
+    """Humming and vLLM's operators around it, in words."""
+
+    def __init__(self, module):
+        module("humming.schema", HummingWeightSchema=SimpleNamespace,
+               HummingInputSchema=SimpleNamespace)  # fmt: skip
+        module("humming.transform", prepare_and_transform_humming_tensors=self.prepare)
+        module("humming.tune", get_heuristics_config=self.choose)
+        module("humming.forward", may_process_input=self.process, humming_forward=self.forward)
+        module(f"{vllm.LAYERS}.moe_align_block_size", moe_align_block_size=self.align)
+        module(f"{vllm.LAYERS}.moe_fused_mul_sum", moe_fused_mul_sum=self.add)
+
+    @staticmethod
+    def prepare(tensors, shape_n, shape_k, weight_schema, input_schema, num_experts, torch_dtype,
+                pad_n_to_multiple, pad_k_to_multiple):  # fmt: skip
+        assert tensors["weight"].dtype == torch.int32 and torch_dtype == torch.bfloat16
+        layer = SimpleNamespace(n=shape_n, k=shape_k, of_weight=weight_schema, of_x=input_schema)
+        assert tensors["weight"].shape[:2] == (num_experts, shape_n)
+        return layer, tensors
+
+    @staticmethod
+    def choose(layer, shape_m, **compute):
+        assert compute["gemm_type"] == "indexed"
+        return {"block_shape": (16 if layer.k == 256 else 8, 64, 64)}  # other tiles for GEMM 2
+
+    @staticmethod
+    def process(layer, inputs, activation_type="none", activation_impl=None):
+        rows = inputs
+        if activation_type == "binary_split":
+            assert activation_impl == "a / (1.f + expf(-a)) * b"
+            a, b = inputs.chunk(2, dim=-1)
+            rows = a / (1 + (-a).exp()) * b
+        if layer.of_x.input_quant_mode == "none":
+            return rows, None, None
+        assert layer.of_x.a_dtype in ("float8e4m3", "int8")
+        scale = torch.full((len(rows), 1), 2.0)
+        grouped = layer.of_x.input_quant_mode == "dynamic_group"
+        return rows / 2, scale if grouped else None, None if grouped else scale
+
+    @staticmethod
+    def forward(layer, inputs, weight, weight_scale, input_scale, sorted_ids, expert_ids,
+                num_tokens_padded, locks, top_k, valid_shape_m, compute_config,
+                tuning_config):  # fmt: skip
+        block_m = json.loads(tuning_config)["block_shape"][0]
+        assert json.loads(compute_config)["gemm_type"] == "indexed" and not locks.any()
+        of_weight = layer.of_weight
+        codes = _unpacked(weight, 8 if of_weight.b_dtype in ("uint8", "float8e4m3") else 4)
+        scale = weight_scale.float()
+        for dim, size in enumerate(codes.shape):
+            scale = scale.repeat_interleave(size // scale.shape[dim], dim=dim)
+        w = _values(codes, of_weight.b_dtype) * scale
+        rows = inputs.float() if input_scale is None else inputs.float() * input_scale
+        out = torch.full((valid_shape_m, layer.n), torch.nan)
+        for place, slot in enumerate(sorted_ids[: int(num_tokens_padded)].tolist()):
+            if slot < valid_shape_m:
+                out[slot] = rows[slot // top_k] @ w[expert_ids[place // block_m]].t()
+        return out
+
+    @staticmethod
+    def align(ids, block_m, count, ignore_invalid_experts):
+        slots, experts = [], []
+        for expert in range(count):
+            mine = (ids.flatten() == expert).nonzero().flatten().tolist()
+            tiles = -(-len(mine) // block_m)
+            slots += mine + [ids.numel()] * (tiles * block_m - len(mine))
+            experts += [expert] * tiles
+        return torch.tensor(slots), torch.tensor(experts), torch.tensor([len(slots)])
+
+    @staticmethod
+    def add(rows, weights):
+        return (rows * weights[..., None]).sum(1)
+
+
+@torch.no_grad()
+def test_humming(modules):
+    """Codes, scales, the plan of each GEMM and the activation are as Humming names them."""
+    _Humming(modules)
+    for scheme in PEERS["humming"].makers:
+        experts, inputs = case(scheme)
+        assert error_of(PEERS["humming"](experts, inputs)(), experts, inputs) < 0.005, scheme
 
 
 class _Ogs:
@@ -229,7 +384,9 @@ def test_cases_that_a_peer_takes(monkeypatch, tmp_path, capsys):
         seen.append((experts.scheme.name, len(inputs.x)))
         return layer.moe_ops_layer(experts, inputs)
 
-    few = peers.Peer(lambda: None, {"fp8_channel": make}, lambda problem, tokens: tokens < 4)
+    few = peers.Peer(
+        lambda: None, {"fp8_channel": make}, lambda scheme, problem, tokens: tokens < 4
+    )
     monkeypatch.setitem(PEERS, "hf-grouped_mm", few)
     monkeypatch.setitem(layer.IMPLS, "hf-grouped_mm", few)
     what = ["--model", "tiny", "--tokens", "2,5", "--scheme", "bf16,fp8_channel"]
@@ -240,22 +397,3 @@ def test_cases_that_a_peer_takes(monkeypatch, tmp_path, capsys):
     rows = json.loads(path.read_text())["rows"]
     found = [(r["scheme"], r["M"]) for r in rows if r["impl"] == "hf-grouped_mm"]
     assert found == [("fp8_channel", 2)] and len(rows) == 5
-
-
-def test_headline_against_the_best_peer():
-    def row(shape, impl, time_us, scheme="bf16"):
-        return {"scheme": scheme, "shape": shape, "M": 8, "impl": impl, "routing": "uniform",
-                "time_us": time_us, "floor_us": None}  # fmt: skip
-
-    rows = [
-        row("a", "moe_ops", 10.0), row("a", "x", 40.0), row("a", "y", 20.0),
-        row("b", "moe_ops", 10.0), row("b", "x", 80.0), row("b", "moe_ops-invariant", 1.0),
-        row("a", "moe_ops", 5.0, "fp8_block128"), row("a", "x", 15.0, "fp8_block128"),
-    ]  # fmt: skip
-    header = {"gpu": "G", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04"}
-    text = report.headline([{**header, "commit": "0123456789", "rows": rows}])
-    lines = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines()[2:] if "|" in line)
-    assert lines["times as fast as the best peer of each layer"].split(" | ")[1] == "4.00"
-    assert lines["`fp8_block128`: times as fast as the best peer (a)"].split(" | ")[1] == "3.00"
-    assert "Peers: x; y (a)." in text
-    assert not any("mxfp4" in label for label in lines)

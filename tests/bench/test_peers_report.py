@@ -1,0 +1,55 @@
+"""Tables of layers beside their best peers, and the cells that a peer wins."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+report = import_module("report")
+peers_report = import_module("peers_report")
+
+
+def record_of(*rows):
+    header = {"gpu": "G", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04"}
+    return {**header, "commit": "0123456789", "rows": list(rows)}
+
+
+def row(shape, impl, time_us, scheme="bf16", tokens=8, routing="uniform"):
+    return {"scheme": scheme, "shape": shape, "M": tokens, "impl": impl, "routing": routing,
+            "time_us": time_us, "floor_us": None}  # fmt: skip
+
+
+ROWS = (
+    row("a", "moe_ops", 10.0), row("a", "x", 40.0), row("a", "y", 20.0),
+    row("b", "moe_ops", 20.0), row("b", "x", 10.0), row("b", "moe_ops-invariant", 1.0),
+    row("c", "moe_ops", 10.0), row("c", "x", 10.0), row("c", "y", 1.0, routing="zipf"),
+    row("a", "moe_ops", 5.0, "fp8_block128"), row("a", "x", 15.0, "fp8_block128", 64),
+    row("phi-3.5-moe", "moe_ops", 3.0), row("phi-3.5-moe", "y", 2.0),
+)  # fmt: skip
+
+
+def test_headline_beside_the_best_peer():
+    """Its cells name the peer that is the best on most layers; untuned layers have their line."""
+    text = report.headline([record_of(*ROWS)])
+    assert "| `bf16` (3 layers) | - | 1.00 x | - |" in text, "(0.5 * 2 * 1) ** (1 / 3)"
+    assert "| `bf16` (1 layer that nobody tuned) | - | 1.50 y | - |" in text
+    assert "fp8_block128` (" not in text, "no peer was timed with as many tokens"
+    assert (
+        "A peer is faster in 2 of the 4 cells: `bf16` of b with 8 tokens (2.00, x);"
+        " `bf16` of phi-3.5-moe with 8 tokens (1.50, y)." in text
+    )
+    assert "over 3 models' layers (a, b, c)" in text and "Peers: x; y (a)." in text
+
+
+def test_every_cell_beside_its_best_peer():
+    other = record_of(row("a", "moe_ops", 1.0), row("a", "x", 4.0, tokens=64))
+    text = peers_report.report([record_of(*ROWS), other])
+    assert text.count("\n### ") == 1, "the other GPU has no peer"
+    assert text.endswith(
+        "#### G beside peers: bf16\n\n| tokens: | 8 |\n| --- | --: |\n| a | 0.50 y |\n"
+        "| b | **2.00 x** |\n| c | 1.00 x |\n| phi-3.5-moe | **1.50 y** |"
+    )
+    found = peers_report.cells(record_of(*ROWS))
+    assert "(2.00, x); and 1 more." in peers_report.in_words(found, 1)
+    assert peers_report.in_words(found[:1]) == "No peer is faster in any of the 1 cells."
