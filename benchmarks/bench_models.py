@@ -25,7 +25,17 @@ import whole_models
 from whole_models import HF_MXFP4, IMPLS, MXFP4, OURS, SPECS, Impl, Step
 
 import moe_ops
-from moe_ops.bench.command import conclude, one_of, one_or_more, print_row, progress
+from moe_ops.bench.command import (
+    Parser,
+    add_time_budget,
+    conclude,
+    count,
+    one_of,
+    one_or_more,
+    print_row,
+    progress,
+    readable,
+)
 from moe_ops.bench.harness import (
     FLUSH_BYTES,
     default_device,
@@ -254,7 +264,7 @@ def first_line(error: BaseException) -> str:
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; without a GPU the default is the tiny models."""
     cuda = torch.cuda.is_available()
-    command = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    command = Parser(None, __doc__ or "")
     add = command.add_argument
     real = ("qwen3-30b-a3b", "gpt-oss-120b")
     schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
@@ -264,25 +274,24 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--scheme": ("schemes", one_of("scheme", schemes), ",".join(SCHEMES)),
         "--impls": ("impls", one_of("implementation", IMPLS), ",".join(IMPLS)),
         "--modes": ("modes", one_of("mode", {n: n for n in MODES}), ",".join(MODES)),
-        "--batches": ("batches", _count, "1,8,64" if cuda else "1,3"),
-        "--prefill": ("prefill", _count, "4096" if cuda else "40"),
+        "--batches": ("batches", count, "1,8,64" if cuda else "1,3"),
+        "--prefill": ("prefill", count, "4096" if cuda else "40"),
     }  # fmt: skip
     for option, (dest, read, default) in lists.items():
         text = "(default: %(default)s)"
         add(option, dest=dest, type=one_or_more(read), default=default, metavar="..,", help=text)
     add("--no-prefill", dest="prefill", action="store_const", const=[], help="decode only")
-    add("--layers", type=_count, help="build fewer layers; nothing is scaled up")
-    add("--context", type=_count, default=512 if cuda else 20, help="tokens in the cache before")
+    add("--layers", type=readable(count), help="build fewer layers; nothing is scaled up")
+    add(
+        "--context",
+        type=readable(count),
+        default=512 if cuda else 20,
+        help="tokens in the cache before",
+    )
     add("--missing", action="store_true", help="only what the record does not have")
     add("--output", type=Path, default=default_output(), help="folder of the records")
-    add("--time-budget-s", type=float, default=float("inf"), help="start no case after this long")
+    add_time_budget(command, "start no case after this long")
     return command.parse_args(arguments)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
 
 
 def keys_in(path: Path | None) -> set[tuple[Any, ...]]:

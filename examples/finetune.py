@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_ops
-import moe_ops.integrations.transformers  # registers "moe_ops"
 from moe_ops.demo import MODEL
 from moe_ops.training import ExpertLora
 from moe_ops.version import __version__

@@ -10,13 +10,14 @@ on the CPU (over gloo).
 
 import os
 import sys
+from inspect import signature
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
-import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
+import moe_ops  # noqa: F401  (registers "moe_ops" in transformers)
 from moe_ops.demo import MODEL
 
 PROMPT, NEW_TOKENS = "If the file", 24
@@ -28,12 +29,19 @@ def loaded(**options):
     return AutoModelForCausalLM.from_pretrained(MODEL, **options).eval()
 
 
+def whole_experts(ranks):
+    """The arguments for expert parallelism, which have changed in transformers 5.21."""
+    if "ep_size" in signature(DistributedConfig).parameters:
+        return {"ep_size": ranks}
+    return {"enable_expert_parallel": True}
+
+
 def main(device, tensor_parallel=False):
     """Run on the ranks of a group that is initialized."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids.to(device)
-    spread = DistributedConfig(tp_size=ranks, enable_expert_parallel=not tensor_parallel)
+    spread = DistributedConfig(tp_size=ranks, **({} if tensor_parallel else whole_experts(ranks)))
     texts = []
     for model in (loaded().to(device), loaded(distributed_config=spread)):
         with torch.no_grad():

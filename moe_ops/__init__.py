@@ -25,6 +25,7 @@ from moe_ops.functional import (
     moe_permute,
     moe_unpermute,
 )
+from moe_ops.on_demand import import_after as _import_after
 from moe_ops.on_demand import on_demand as _on_demand
 from moe_ops.parallel import EplbState, FusedMoEParallelConfig
 from moe_ops.pipeline.checking import checking
@@ -155,3 +156,5 @@ __all__ = [
     "warmup",
     "workspace_nbytes",
 ]
+
+_import_after("transformers.modeling_utils", "moe_ops.integrations.transformers")

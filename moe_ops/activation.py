@@ -39,7 +39,7 @@ class MoEActivation(Enum):
         checks.instance("activation", name, str)
         found = _BY_NAME.get(name)
         if found is None:
-            hint = checks.did_you_mean(name, _BY_NAME)
+            hint = checks.did_you_mean(name, _BY_NAME, _MEANT)
             raise ValueError(f"activation must be one of {sorted(_BY_NAME)}, got {name!r}{hint}")
         return found
 
@@ -60,6 +60,8 @@ class MoEActivation(Enum):
 
 
 _ALIASES = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
+_MEANT = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "squared_relu": "relu2"}
+"""Names elsewhere of activations with a gate, for the hint of an error."""
 _BY_NAME = {a.value: a for a in MoEActivation}
 _BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
 

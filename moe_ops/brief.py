@@ -1,7 +1,8 @@
-"""How values with many fields print: on one screen."""
+"""How values with many fields print, on one screen; and how tables do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -32,3 +33,25 @@ def described(content: Any) -> str:
     if isinstance(content, Tensor):
         return f"<{str(content.dtype).removeprefix('torch.')} {tuple(content.shape)}>"
     return repr(content)
+
+
+def aligned(
+    lines: Iterable[Sequence[str]], left: int = 0, widths: Sequence[int] | None = None
+) -> str:
+    """Lines of cells as a table: the first ``left`` columns to the left, the others to the right.
+
+    Args:
+        lines: cells as text; every line has the same number.
+        left: columns of text.
+        widths: widths of the columns; None: those of the longest cells.
+    """
+    lines = list(lines)
+    columns = zip(*lines, strict=True)
+    widths = [max(map(len, column)) for column in columns] if widths is None else widths
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -8,7 +8,7 @@ check synchronizes with the device. Ids out of range are not checked; kernels sk
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any
@@ -272,10 +272,20 @@ def one_of(name: str, value: str, known: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {list(known)}, got {value!r}{hint}")
 
 
-def did_you_mean(value: str, known: Iterable[str]) -> str:
-    """Suffix of an error about an unknown name; empty if no known name is similar."""
+def did_you_mean(value: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
+    """Suffix of an error about an unknown name; empty if no known name is near.
+
+    Args:
+        value: the unknown name.
+        known: all names.
+        meant: known names by what others call them; these come first. Then comes the shortest name
+            that begins with ``value``, then the most similar one.
+    """
     if torch.compiler.is_compiling():  # Dynamo would trace the search
         return ""
-    by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(value.lower(), by_lower, n=1)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+    plain, by_lower = value.lower(), {name.lower(): name for name in known}
+    near = [by_lower[n] for n in difflib.get_close_matches(plain, by_lower, n=1)]
+    longer = sorted((by_lower[n] for n in by_lower if plain and n.startswith(plain)), key=len)
+    called = [name for name in [(meant or {}).get(plain)] if name is not None]
+    best = next(iter([*called, *longer, *near]), None)
+    return "" if best is None else f"; did you mean {best!r}?"

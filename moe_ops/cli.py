@@ -6,7 +6,6 @@ Every command runs wherever the package is installed. The demo needs transformer
 from __future__ import annotations
 
 import argparse
-import math
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -19,17 +18,30 @@ import torch
 
 from moe_ops.activation import kind_and_key
 from moe_ops.bench import layer, ranks
-from moe_ops.bench.command import add_model_option, progress, readable
+from moe_ops.bench.command import (
+    SCHEME_NAMES,
+    Parser,
+    add_layer_options,
+    add_time_budget,
+    count,
+    device_help,
+    gpu_named,
+    number,
+    progress,
+    read_scheme,
+    readable,
+)
 from moe_ops.bench.compile_ahead import CompileAhead, usable_cores
 from moe_ops.bench.gemm_clock import GemmClock
 from moe_ops.bench.harness import CONSOLE_SCRIPT, run_header
-from moe_ops.bench.problems import Problem, unknown
+from moe_ops.bench.problems import Problem
 from moe_ops.bench.tuning_record import record_entry
+from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts
-from moe_ops.doctor import DISTRIBUTION, diagnose
+from moe_ops.doctor import DISTRIBUTION, LOADS, SHAPE, diagnose
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
-from moe_ops.pipeline.devices import TARGETS, Target, target_of
+from moe_ops.pipeline.devices import target_named, target_of
 from moe_ops.pipeline.exchange.traffic import LINKS, Link
 from moe_ops.pipeline.explanation import explain
 from moe_ops.scheme import Scheme, get_scheme
@@ -42,7 +54,10 @@ PROGRAM = CONSOLE_SCRIPT if IS_SCRIPT else "python -m moe_ops"
 """What the user typed, for messages."""
 USAGE_ERROR = 2
 """The exit status after a usage error, as in argparse."""
-SCHEME_HELP = "(default: what --config says, or unquantized)"
+SCHEME_HELP = (
+    f"bf16 or among {SCHEME_NAMES}; other group sizes too, such as int4_w4a16_g64 (default: what "
+    "--config says, or unquantized)"
+)
 _CUDA = torch.device("cuda")
 
 
@@ -58,21 +73,24 @@ def _explain(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if (chosen.format == "batched") is (chosen.max_num_tokens is None):
         parser.error("--format batched and --max-num-tokens go together")
-    problem, ranks = chosen.model, chosen.ranks
+    (problem,), ranks = chosen.problems, chosen.ranks
     if ranks > problem.num_experts:
         parser.error(f"--ranks must be at most the {problem.num_experts} experts, got {ranks}")
     activation = chosen.activation or problem.activation
     spread = {"dp_size": ranks, "ep_size": ranks, "use_ep": ranks > 1}
-    config = problem.config(
-        "cuda" if torch.cuda.is_available() else "cpu",
-        num_local_experts=-(-problem.num_experts // ranks),
-        activation=activation,
-        moe_parallel_config=FusedMoEParallelConfig(**spread, all2all_backend=chosen.backend),
-        max_num_tokens=chosen.max_num_tokens,
-        batch_invariant=chosen.batch_invariant,
-    )
     how = {"num_tokens": chosen.tokens, "device": chosen.device, "link": _link(chosen)}
-    found = explain(config, _scheme_of(chosen), **how)
+    try:
+        config = problem.config(
+            "cuda" if torch.cuda.is_available() else "cpu",
+            num_local_experts=-(-problem.num_experts // ranks),
+            activation=activation,
+            moe_parallel_config=FusedMoEParallelConfig(**spread, all2all_backend=chosen.backend),
+            max_num_tokens=chosen.max_num_tokens,
+            batch_invariant=chosen.batch_invariant,
+        )
+        found = explain(config, _scheme_of(chosen), **how)
+    except (NotImplementedError, ValueError) as error:
+        parser.error(str(error))
     print(found.to_json() if chosen.json else found)
     return 0 if found.choice else 1
 
@@ -92,39 +110,47 @@ def _link(chosen: argparse.Namespace) -> Link:
 
 
 def _explain_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", allow_abbrev=False)
-    add_model_option(parser)
+    examples = (
+        "--model qwen3-30b-a3b --tokens 1,64",
+        "--model deepseek-v3 --scheme fp8_block128 --device h100",
+        "--sizes 128,8,2048,768 --scheme int4_w4a16_g128 --device sm_90 --json",
+        "--model qwen3-30b-a3b --device h200 --ranks 8",
+    )
+    about = "Say which kernels a layer runs on, why, and what it costs. Runs no kernel."
+    parser = Parser(f"{PROGRAM} explain", about, examples)
+    add_layer_options(parser, None, "1,64")
     add = parser.add_argument
-    add("--scheme", type=readable(_scheme), help=SCHEME_HELP)
-    add("--device", choices=TARGETS, help="need not be in this machine (default: this machine's)")
-    add("--tokens", type=readable(_counts), default="1,64", help="(default: %(default)s)")
+    add("--scheme", type=readable(read_scheme), metavar="NAME", help=SCHEME_HELP)
+    device_text = f"cpu, {device_help()}; need not be in this machine (default: this machine's)"
+    add("--device", type=readable(_known), metavar="NAME", help=device_text)
     add("--format", choices=("standard", "batched"), default="standard", help="(default: standard)")
     rows_help = "rows of each expert in the batched format"
-    add("--max-num-tokens", type=readable(_count), metavar="N", help=rows_help)
+    add("--max-num-tokens", type=readable(count), metavar="N", help=rows_help)
     activation_help = "such as gelu_tanh (default: what --config says, or silu)"
-    add("--activation", type=readable(_activation), help=activation_help)
+    add("--activation", type=readable(_activation), metavar="NAME", help=activation_help)
     invariant_help = "results of a token do not depend on the rest of the batch"
     add("--batch-invariant", action="store_true", help=invariant_help)
     ranks_help = "ranks that hold the experts together and exchange tokens (default: %(default)s)"
-    add("--ranks", type=readable(_count), default="1", metavar="R", help=ranks_help)
+    add("--ranks", type=readable(count), default="1", metavar="R", help=ranks_help)
     backend_help = "how they exchange tokens (default: %(default)s)"
     backends = IMPLEMENTED_BACKENDS
     add("--backend", choices=backends, default=backends[0], help=backend_help)
     add("--link", choices=LINKS, default="nvlink4", help="what joins them (default: %(default)s)")
     rate_help = "gigabytes per second that leave a rank, in place of the link's"
-    add("--link-gbps", type=readable(_rate), metavar="GB/S", help=rate_help)
+    add("--link-gbps", type=readable(number), metavar="GB/S", help=rate_help)
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 
-def _scheme(name: str) -> Scheme:
-    """The scheme called ``name``; ``bf16`` means unquantized, as in the benchmark records."""
-    return get_scheme("unquantized" if name == "bf16" else name)
+def _known(device: str) -> str:
+    """A device's name, after a look whether there is such a device."""
+    target_named(device)
+    return device
 
 
 def _scheme_of(chosen: argparse.Namespace) -> Scheme:
     """The given scheme, or that of the model's ``config.json``, or unquantized."""
-    return chosen.scheme or get_scheme(chosen.model.scheme or "unquantized")
+    return chosen.scheme or get_scheme(chosen.problems[0].scheme or "unquantized")
 
 
 def _activation(name: str) -> str:
@@ -132,57 +158,49 @@ def _activation(name: str) -> str:
     return name
 
 
-def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"a number must be a positive integer, got {text!r}")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not 0 < rate < math.inf:
-        raise ValueError(f"a rate must be a positive number, got {text!r}")
-    return rate
-
-
 def _tune(arguments: Sequence[str]) -> int:
     """Tune the token counts that a file lacks, and print its entries; returns 2 after an error."""
-    chosen = _tune_parser().parse_args(arguments)
-    problem, folder = chosen.model, chosen.output or files.default_folder()
-    sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
+    parser = _tune_parser()
+    chosen = parser.parse_args(arguments)
+    (problem,) = chosen.problems
+    if chosen.device is None:
+        if not torch.cuda.is_available():
+            parser.error(f"--device must name a GPU on a machine without one: {device_help()}")
+        chosen.device = target_of(_CUDA)
     try:
-        if not kind_and_key(problem.activation)[0].is_gated:
-            raise NotImplementedError(f"activation must have a gate, got {problem.activation}")
-        subject = Subject(sizes, problem.top_k, _scheme_of(chosen), chosen.device.facts)
-        counts = [tokens for tokens in chosen.tokens if subject.has_tiles(tokens)]
-        for tokens in sorted({*chosen.tokens} - {*counts}):
-            told = "1 token" if tokens == 1 else f"{tokens} tokens"
-            progress(f"{told}: no tiles to tune, as they follow from the sizes")
-        if chosen.dry_run:
-            found = [trial for tokens in counts for trial in subject.candidates(tokens)]
-            print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
-            return 0
-        known, timed = files.read(subject, folder), []
-        if counts and (chosen.again or any(str(tokens) not in known for tokens in counts)):
-            (clock, prepare), again = _gemm_clock(problem, subject, chosen.jobs), chosen.again
-            made_with = ", ".join(run_header().values())
-            report_entry = partial(record_entry, chosen.record, subject, problem.name)
-            timed = files.tune(
-                subject, counts, folder, clock,
-                again=again, made_with=made_with, budget_s=chosen.time_budget_s,
-                hooks=files.Hooks(prepare, report_entry),
-            )  # fmt: skip
-        entries = files.read(subject, folder)
+        folder = chosen.output or files.default_folder()
+        return _tune_layer(chosen, problem, folder)
     except (NotImplementedError, OSError, ValueError) as error:  # of the scheme, or of a file
         print(f"{PROGRAM} tune: {error}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def _tune_layer(chosen: argparse.Namespace, problem: Problem, folder: Path) -> int:
+    if not kind_and_key(problem.activation)[0].is_gated:
+        raise NotImplementedError(f"activation must have a gate, got {problem.activation}")
+    sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
+    subject = Subject(sizes, problem.top_k, _scheme_of(chosen), chosen.device.facts)
+    counts = [tokens for tokens in chosen.tokens if subject.has_tiles(tokens)]
+    for tokens in sorted({*chosen.tokens} - {*counts}):
+        told = "1 token" if tokens == 1 else f"{tokens} tokens"
+        progress(f"{told}: no tiles to tune, as they follow from the sizes")
+    if chosen.dry_run:
+        found = [trial for tokens in counts for trial in subject.candidates(tokens)]
+        print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
+        return 0
+    known, timed = files.read(subject, folder), []
+    if counts and (chosen.again or any(str(tokens) not in known for tokens in counts)):
+        for written in filter(None, (folder, chosen.record)):
+            files.check_writable(written)
+        (clock, prepare), again = _gemm_clock(problem, subject, chosen.jobs), chosen.again
+        made_with = ", ".join(run_header().values())
+        report_entry = partial(record_entry, chosen.record, subject, problem.name)
+        timed = files.tune(
+            subject, counts, folder, clock,
+            again=again, made_with=made_with, budget_s=chosen.time_budget_s,
+            hooks=files.Hooks(prepare, report_entry),
+        )  # fmt: skip
+    entries = files.read(subject, folder)
     if chosen.json:
         print(report.entries_json(subject, folder, timed, entries))
     else:
@@ -191,36 +209,28 @@ def _tune(arguments: Sequence[str]) -> int:
 
 
 def _tune_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} tune", allow_abbrev=False)
-    add_model_option(parser)
-    add = parser.add_argument
-    add("--scheme", type=readable(_scheme), help=SCHEME_HELP)
-    add(
-        "--tokens", type=readable(_counts), default="1,8,64,512,4096", help="(default: %(default)s)"
+    examples = (
+        "--model qwen3-30b-a3b --device sm_90 --tokens 8,64 --dry-run",
+        "--sizes 96,6,4096,1536 --scheme int4_w4a16_g128 --device h100 --dry-run --json",
     )
-    device_help = "for a GPU that is not in this machine, shows its file (default: this machine's)"
-    here = target_of(_CUDA).name
-    add("--device", type=readable(_gpu), default=here, metavar="sm_90,..", help=device_help)
-    add("--output", type=Path, help="folder of the files (default: where they are looked up)")
+    about = "Time tiles on this machine's GPU, and write the fastest to a file that layers look up."
+    parser = Parser(f"{PROGRAM} tune", about, examples)
+    add_layer_options(parser, None, "1,8,64,512,4096")
+    add = parser.add_argument
+    add("--scheme", type=readable(read_scheme), metavar="NAME", help=SCHEME_HELP)
+    device_text = f"{device_help()}; of another than this machine's, shows the file (default: its)"
+    add("--device", type=readable(gpu_named), metavar="NAME", help=device_text)
+    output_help = f"folder of the files (default: {tuned.FOLDER}, where layers look them up)"
+    add("--output", type=Path, metavar="FOLDER", help=output_help)
     record_help = "folder of records, such as benchmarks/results: adds to <GPU>/tuning.json there"
     add("--record", type=Path, metavar="FOLDER", help=record_help)
     add("--again", action="store_true", help="also time token counts that the file already has")
-    budget_help = "start no token count after this long; the next run continues"
-    add("--time-budget-s", type=float, default=math.inf, metavar="S", help=budget_help)
+    add_time_budget(parser, "start no token count after this long; the next run continues")
     jobs_help = "processes that compile kernels before they are timed (default: %(default)s)"
-    add("--jobs", type=readable(_count), default=usable_cores(), metavar="N", help=jobs_help)
+    add("--jobs", type=readable(count), default=usable_cores(), metavar="N", help=jobs_help)
     add("--dry-run", action="store_true", help="print the tiles that would be tried first")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
-
-
-def _gpu(name: str) -> Target:
-    """The GPU called ``name``: this machine's GPU, or a known one."""
-    here = target_of(_CUDA)
-    known = {target.name: target for target in (*TARGETS.values(), here) if target.facts}
-    if name not in known:
-        raise ValueError(unknown("device", name, known))
-    return known[name]
 
 
 def _gemm_clock(problem: Problem, subject: Subject, jobs: int) -> tuple[Clock, Prepare]:
@@ -262,10 +272,13 @@ def _demo(arguments: Sequence[str]) -> int:
 
 def _doctor(arguments: Sequence[str]) -> int:
     """Print a `Diagnosis`; the exit status is 1 if it found a problem."""
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} doctor", allow_abbrev=False)
+    about = "Say what is installed, which kernels a layer runs here, and test small layers."
+    parser = Parser(f"{PROGRAM} doctor", about, ("", "--model mixtral --tokens 1,64 --json"))
+    add_layer_options(parser, SHAPE, ",".join(map(str, LOADS)))
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     chosen = parser.parse_args(arguments)
-    found = diagnose(progress)
+    (problem,) = chosen.problems
+    found = diagnose(progress, problem, chosen.tokens)
     print(found.to_json() if chosen.json else found)
     return 1 if found.problems else 0
 

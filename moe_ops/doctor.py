@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from moe_ops import testing
 from moe_ops.bench.harness import default_device, driver_version
 from moe_ops.bench.problems import Problem, find_problem
+from moe_ops.brief import aligned
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts, plain_name
 from moe_ops.pipeline.explanation import explain
@@ -46,8 +48,12 @@ class Diagnosis:
     """Name, architecture and memory in GB of each GPU."""
     runs_on: str
     """What computes here."""
+    layer: str = SHAPE
+    """The layer whose kernels are listed."""
+    loads: tuple[int, ...] = LOADS
+    """Its numbers of tokens."""
     kernels: dict[str, list[str] | str] = field(default_factory=dict)
-    """The kernels of both GEMMs at each of `LOADS`, by scheme, or why the GPU cannot run it. Empty
+    """The kernels of both GEMMs at each of `loads`, by scheme, or why the GPU cannot run it. Empty
     without a GPU."""
     tuned: dict[str, Any] = field(default_factory=dict)
     """Files of tuned tiles for this GPU, of all in use, and the user's folder."""
@@ -68,45 +74,53 @@ class Diagnosis:
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     def _installed(self) -> list[str]:
-        lines = [f"{name:12}{version or 'none'}" for name, version in self.versions.items()]
+        rows = [[name, version or "none"] for name, version in self.versions.items()]
         gpus = [f"{gpu['name']}, {gpu['arch']}, {gpu['memory_gb']} GB" for gpu in self.gpus]
-        lines += [f"{'GPU':12}{gpu}" for gpu in gpus or ["none"]]
-        lines.append(f"{'runs on':12}{self.runs_on}")
-        files = self.tuned
-        folder = f"in {files['folder']}" if files["folder"] else "unset"
-        lines.append(
-            f"{'tuned tiles':12}{files['for_this_gpu']} files for this GPU, {files['all']} for all "
-            f"(MOE_OPS_TUNED_DIR: {folder})"
-        )
+        rows += [["GPU", gpu] for gpu in gpus or ["none"]]
+        rows.append(["runs on", self.runs_on])
+        folder = self.tuned["folder"] or "no folder"
+        counts = "{for_this_gpu} files for this GPU, {all} for all".format(**self.tuned)
+        rows.append(["tuned tiles", f"{counts}; yours are looked for in {folder}"])
         for extra, packages in self.extras.items():
             found = ", ".join(f"{name} {version or 'none'}" for name, version in packages.items())
             lacks = None in packages.values()
             install = f" (pip install '{DISTRIBUTION}[{extra}]')" if lacks else ""
-            lines.append(f"{'extra':12}{extra}: {found}{install}")
-        return lines
+            rows.append(["extra", f"{extra}: {found}{install}"])
+        return [aligned(rows, left=2)]
 
     def _kernels(self) -> list[str]:
         if not self.kernels:
             return []
-        tokens = ", ".join(map(str, LOADS))
-        lines = [f"kernels of {SHAPE} with {tokens} tokens (GEMM 1 + GEMM 2 where they differ)"]
-        for scheme, kernels in self.kernels.items():
-            text = kernels if isinstance(kernels, str) else ", ".join(kernels)
-            lines.append(f"  {scheme:20}{text}")
-        return lines
+        tokens = ", ".join(map(str, self.loads))
+        texts = {
+            name: k if isinstance(k, str) else ", ".join(k) for name, k in self.kernels.items()
+        }
+        head = f"kernels of {self.layer} with {tokens} tokens (GEMM 1 + GEMM 2 where they differ)"
+        return [head, _indented(texts)]
 
     def _tested(self) -> list[str]:
         lines = [f"self-test against the float64 oracle, {self.self_test_s:.1f} s"]
-        lines += [f"  {scheme:20}{result}" for scheme, result in self.self_test.items()]
+        lines.append(_indented(self.self_test))
         return [*lines, "", *([f"PROBLEM: {one}" for one in self.problems] or ["all is well"])]
 
 
-def diagnose(progress: Callable[[str], None] = lambda text: None) -> Diagnosis:
+def _indented(texts: dict[str, str]) -> str:
+    return indent(aligned(texts.items(), left=2), "  ")
+
+
+def diagnose(
+    progress: Callable[[str], None] = lambda text: None,
+    problem: Problem | None = None,
+    loads: Sequence[int] = LOADS,
+) -> Diagnosis:
     """Look at this installation and this machine, and run the self-test.
 
     Args:
         progress: called with what is done next.
+        problem: the layer whose kernels are listed; None: `SHAPE`.
+        loads: its numbers of tokens.
     """
+    problem = problem or find_problem(SHAPE)
     triton = _version("triton")
     gpus = [_gpu(number) for number in range(torch.cuda.device_count())]
     found = Diagnosis(
@@ -118,6 +132,8 @@ def diagnose(progress: Callable[[str], None] = lambda text: None) -> Diagnosis:
             "driver": driver_version(),
         },
         gpus=gpus,
+        layer=problem.name,
+        loads=tuple(loads),
         runs_on="the GPU: Triton kernels" if gpus else "the CPU: the references, in eager PyTorch",
     )
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
@@ -131,7 +147,7 @@ def diagnose(progress: Callable[[str], None] = lambda text: None) -> Diagnosis:
     _tuned(found)
     if gpus:
         progress("asking which kernels serve which scheme")
-        found.kernels = kernels_of(find_problem(SHAPE))
+        found.kernels = kernels_of(problem, loads=loads)
     _run_self_test(found, progress)
     return found
 
@@ -158,20 +174,24 @@ def _tuned(found: Diagnosis) -> None:
     in_use = tuned.tables(layer for one in read for layer in one.layers)
     counts = {key: len(layers) for key, layers in in_use.items()}
     mine = sum(number for (gpu, _), number in counts.items() if gpu == here)
-    found.tuned = {"for_this_gpu": mine, "all": sum(counts.values()), "folder": tuned.FOLDER}
+    folder = tuned.FOLDER and str(tuned.FOLDER)
+    found.tuned = {"for_this_gpu": mine, "all": sum(counts.values()), "folder": folder}
 
 
-def kernels_of(problem: Problem, device: str | None = None) -> dict[str, list[str] | str]:
-    """The kernels of a layer by scheme, at each of `LOADS`, or why the GPU cannot run the scheme.
+def kernels_of(
+    problem: Problem, device: str | None = None, loads: Sequence[int] = LOADS
+) -> dict[str, list[str] | str]:
+    """The kernels of a layer by scheme, or why the GPU cannot run the scheme.
 
     Args:
         problem: the layer.
         device: a GPU such as ``sm_90``; None: this machine's.
+        loads: numbers of tokens.
     """
     config = problem.config(default_device())
     found: dict[str, list[str] | str] = {}
     for scheme in SCHEMES.values():
-        told = explain(config, scheme, num_tokens=LOADS, device=device)
+        told = explain(config, scheme, num_tokens=loads, device=device)
         facts = told.target.facts
         lacks = None if facts is None else what_lacks(scheme, facts.arch)
         names = [" + ".join(dict.fromkeys(cost.kernels)) for cost in told.costs if cost.kernels]

@@ -19,6 +19,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+# Tests see the package's tuned files alone, and not those that a user has tuned.
+os.environ["MOE_OPS_TUNED_DIR"] = str(Path(__file__).parent.parent / "moe_ops" / "configs")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
 COMPILED_FOR = 90

@@ -8,6 +8,7 @@ whole row), sums in float32 of exact products times scales, rounded to the dtype
 from __future__ import annotations
 
 import copy
+import inspect
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import use_experts_implementation
 
 FP8 = torch.float8_e4m3fn
+TAKES_DTYPE = "expert_dtype" in inspect.signature(FP8Experts.__init__).parameters
+"""Whether the dtype is an argument; transformers 5.17 asks the configuration."""
 
 
 def matmul(a, b, b_scale, block_size, output_dtype, activation_scale=None):
@@ -59,10 +62,14 @@ def decorated(**arguments):
 
 
 @torch.no_grad()
-def experts(config=None, *, has_gate=True, cls=None, **arguments):
+def experts(config=None, *, has_gate=True, cls=None, expert_dtype="fp8", **arguments):
     """A module with random weights and scales, some of them large enough to reach limits."""
-    make = decorated(has_gate=has_gate) if cls is None else cls
-    module = make(config or Config(), has_gate=has_gate, **arguments)
+    make, config = cls or decorated(has_gate=has_gate), config or Config()
+    if TAKES_DTYPE:
+        arguments["expert_dtype"] = expert_dtype
+    else:
+        config.expert_dtype = expert_dtype
+    module = make(config, has_gate=has_gate, **arguments)
     g = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():
         if name.endswith("_activation_scale"):

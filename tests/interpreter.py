@@ -109,7 +109,10 @@ def _patch_arithmetic(builder: type) -> None:
         return interpreter.TensorHandle(product.data[:, 0], product.dtype)
 
     def rounded(result, operand):
-        if operand.dtype.scalar not in BITS or result.data.dtype == np.bool_:
+        if result.data.dtype == np.bool_:
+            result.dtype = tl.int1  # the operands' type, of which Triton 3.9 refuses masks
+            return result
+        if operand.dtype.scalar not in BITS:
             return result
         narrow = operand.dtype.scalar
         value = torch.from_numpy(np.asarray(result.data, dtype=np.float32))
@@ -154,6 +157,20 @@ def _patch_maxima(builder: type) -> None:
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
 
+def _patch_constants() -> None:
+    """A constant and a tensor make a tensor: Triton 3.7 and later see a constant in it."""
+    operators = "add sub mul truediv floordiv mod and or xor lshift rshift eq ne lt le gt ge"
+
+    def deferring(method):
+        def patched(self, other):
+            return NotImplemented if isinstance(other, tl.tensor) else method(self, other)
+
+        return patched
+
+    for name in (f"__{operator}__" for operator in operators.split()):
+        setattr(tl.constexpr, name, deferring(getattr(tl.constexpr, name)))
+
+
 def _patch_loop_bounds() -> None:
     """Run-time loop bounds under numpy >= 2.4 (fixed in Triton 3.7)."""
     patch = interpreter._patch_lang_tensor
@@ -166,7 +183,10 @@ def _patch_loop_bounds() -> None:
 
 
 def _patch_scaled_products() -> None:
-    """`tl.dot_scaled`: numbers times scales, exact, added up in float32 (Triton 3.8 has it)."""
+    """`tl.dot_scaled`: numbers times scales, exact, added up in float32.
+
+    The interpreter has it from Triton 3.8 on, but reads scales in e4m3 as powers of two.
+    """
 
     def dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, acc, *rest):
         x = _scaled(lhs, lhs_scale, lhs_format)
@@ -337,10 +357,10 @@ def install() -> torch.library.Library:
     _patch_arithmetic(interpreter.InterpreterBuilder)
     _patch_fma(interpreter.InterpreterBuilder)
     _patch_maxima(interpreter.InterpreterBuilder)
+    _patch_constants()
     if _version() < (3, 7):
         _patch_loop_bounds()
-    if _version() < (3, 8):
-        _patch_scaled_products()
+    _patch_scaled_products()
     _skip_overflow_checks()
     _patch_numpy_types()
     _patch_lazy_types()

@@ -1,5 +1,7 @@
 """Gate functions as in transformers' experts classes, and functions that only resemble them."""
 
+import torch
+from torch import nn
 from torch.nn import functional
 
 
@@ -77,3 +79,40 @@ def limited_product(self, rows):
 def zero_near_zero(self, rows):
     gate, up = rows.chunk(2, dim=-1)
     return self.act_fn(functional.hardshrink(gate, 0.01)) * up
+
+
+def of_gate_and_up(self, rows):
+    return self.act_fn(*rows.chunk(2, dim=-1))
+
+
+class Softcap(nn.Module):
+    def __init__(self, softcap):
+        super().__init__()
+        self.softcap = softcap
+
+    def forward(self, x):
+        return torch.tanh(x / self.softcap) * self.softcap
+
+
+class SoftcappedSwiGLU(nn.Module):
+    """The activation of Inkling2, whose numbers are those of modules inside."""
+
+    def __init__(self, gate, up):
+        super().__init__()
+        self.gate, self.up = Softcap(gate), Softcap(up)
+
+    def forward(self, gate, up):
+        return self.gate(gate) * torch.sigmoid(gate) * self.up(up)
+
+
+class SoftcappedInside(SoftcappedSwiGLU):
+    """The sigmoid of the bounded gate."""
+
+    def forward(self, gate, up):
+        return functional.silu(self.gate(gate)) * self.up(up)
+
+
+class WithAParameter(SoftcappedSwiGLU):
+    def __init__(self, gate, up):
+        super().__init__(gate, up)
+        self.up.scale = nn.Parameter(torch.ones(()))

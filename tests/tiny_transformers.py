@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
 
+import moe_ops.integrations.transformers  # noqa: F401 (the name in `Config`)
+
 DECORATOR = "use_experts_implementation"
 HIDDEN, EXPERTS, LENGTH = 32, 8, 11
 
@@ -55,6 +57,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "deepseek_sparse_attention"], "linear_head_dim": 8,
         "linear_num_heads": 4,
     },
+    "HYV4VLExperts": {**_SPARSE, "rope_parameters": _ROPE},
     "KimiLinearExperts": {"linear_attn_config": {"head_dim": 8, "num_heads": 4}},
     "Lfm2MoeExperts": {"layer_types": ["conv", "full_attention"]},
     "MiMoV2FlashExperts": {

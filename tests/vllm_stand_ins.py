@@ -116,6 +116,8 @@ class ExpertTokensMetadata:
 
 
 class FusedMoEExperts(ABC):
+    post_gemm2_hook = None  # in 0.33
+
     def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
         self.moe_config, self.quant_config = moe_config, quant_config
         self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers

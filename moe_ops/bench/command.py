@@ -1,15 +1,18 @@
-"""The command line and the printed table that all benchmarks share."""
+"""The command line and the printed table that all commands and benchmarks share."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from moe_ops import checks
 from moe_ops.bench.harness import CONSOLE_SCRIPT, default_output
 from moe_ops.bench.model_config import read_config
 from moe_ops.bench.problems import (
@@ -22,17 +25,76 @@ from moe_ops.bench.problems import (
     problem_of_sizes,
     unknown,
 )
-from moe_ops.scheme import SCHEMES
+from moe_ops.brief import aligned
+from moe_ops.pipeline.devices import GPUS, TARGETS, Target, target_named, target_of
+from moe_ops.scheme import SCHEMES, Scheme, get_scheme
 
 Value = TypeVar("Value")
+OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
+    "--config": (read_config, "PATH", "config.json of a transformers MoE model, or its folder"),
+    "--sizes": (problem_of_sizes, "E,k,H,I", "experts, experts of a token, hidden, intermediate"),
+}
+"""Options that describe one layer without a known name: reader, metavar and help."""
+SCHEME_NAMES = ", ".join(SCHEMES)
 
 
-def device_name() -> str:
-    """The name of this machine's device for ``--device``, such as ``sm_90``; or ``cpu``."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
+class Parser(argparse.ArgumentParser):
+    """The parser of a command: options in full, a short usage, and examples at the end of its help.
+
+    Args:
+        prog: name of the command; None: that of the script.
+        description: what the command does.
+        examples: arguments of calls, each of which runs on any machine.
+    """
+
+    def __init__(
+        self, prog: str | None, description: str, examples: Sequence[str] = (), **more: Any
+    ) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        fixed: dict[str, Any] = {"formatter_class": form, "allow_abbrev": False}
+        super().__init__(prog, "%(prog)s [options]", description, **fixed, **more)
+        lines = [f"  {self.prog} {example}".rstrip() for example in examples]
+        self.epilog = "\n".join(["examples:", *lines]) if lines else None
+
+
+def add_layer_options(
+    parser: argparse.ArgumentParser, models: str | None, tokens: str | None, *, many: bool = False
+) -> None:
+    """Add the options of a layer, one of which sets ``problems``, and of its numbers of tokens.
+
+    Args:
+        parser: gets ``--model``, ``--config``, ``--sizes`` and ``--tokens``.
+        models: names of models if none is given; None: one of the options is required.
+        tokens: numbers of tokens if none are given.
+        many: whether ``--model`` takes several names.
+    """
+    layers = parser.add_mutually_exclusive_group(required=models is None)
+    if models is None:
+        others = (f"{option} {metavar}" for option, (_, metavar, _) in OTHER_LAYERS.items())
+        parser.usage = f"%(prog)s ({' | '.join(('--model NAME', *others))}) [options]"
+    text = "name of a model, or of a shape that models share"
+    if many:
+        text += f", or several, or {UNTUNED}"
+    layers.add_argument(
+        *("--model", *(["--shapes"] if many else [])),
+        dest="problems",
+        type=_problems if many else _only(find_problem),
+        default=models,
+        metavar="NAME,.." if many else "NAME",
+        help=text if models is None else f"{text} (default: %(default)s)",
+    )
+    for option, (read, metavar, text) in OTHER_LAYERS.items():
+        more: dict[str, Any] = {"dest": "problems", "default": argparse.SUPPRESS}
+        layers.add_argument(option, type=_only(read), metavar=metavar, help=text, **more)
+    tokens_help = "numbers of tokens (default: %(default)s)"
+    parser.add_argument(
+        "--tokens", type=one_or_more(count), default=tokens, metavar="T,..", help=tokens_help
+    )
+
+
+def _only(read: Callable[[str], Problem]) -> Callable[[str], list[Problem]]:
+    """A reader of a list of one problem, which may have commas in it."""
+    return readable(lambda text: [read(text)])
 
 
 def parser(
@@ -42,6 +104,7 @@ def parser(
     cpu_tokens: str = "1,8",
     models: str | None = None,
     prog: str | None = None,
+    examples: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks share.
 
@@ -51,30 +114,14 @@ def parser(
         cpu_tokens: those without a GPU, where the default problem is tiny.
         models: default problems on a GPU; None: all that ``shapes.json`` marks as timed.
         prog: name of the command in its help.
+        examples: arguments of calls for its help.
     """
     cuda = torch.cuda.is_available()
     timed = models or ",".join(p.name for p in load_problems().values() if p.timed)
-    result = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    result = Parser(prog, description, examples)
+    many_tokens = tokens if cuda else cpu_tokens
+    add_layer_options(result, timed if cuda else "tiny", many_tokens, many=True)
     add = result.add_argument
-    layers = result.add_mutually_exclusive_group()
-    layers.add_argument(
-        *("--model", "--shapes"),
-        dest="problems",
-        type=_problems,
-        default=timed if cuda else "tiny",
-        metavar="NAME,..",
-        help=f"names of models or of their shapes, or {UNTUNED} (default: %(default)s)",
-    )
-    for option, (read, metavar, text) in OTHER_LAYERS.items():
-        more: dict[str, Any] = {"dest": "problems", "default": argparse.SUPPRESS}
-        layers.add_argument(option, type=_only(read), metavar=metavar, help=text, **more)
-    add(
-        "--tokens",
-        type=one_or_more(_count),
-        default=tokens if cuda else cpu_tokens,
-        metavar="M,..",
-        help="(default: %(default)s)",
-    )
     add(
         "--routing",
         type=one_or_more(_routing),
@@ -84,7 +131,8 @@ def parser(
     )
     add(
         "--device",
-        choices=[device_name()],
+        type=readable(_this_machines),
+        metavar="NAME",
         help="the device meant: anything but what this machine has is an error",
     )
     add(
@@ -93,21 +141,20 @@ def parser(
         default=default_output(),
         help="folder of the records (default: benchmarks/results in a checkout with a GPU)",
     )
-    add(
-        "--time-budget-s",
-        type=float,
-        default=float("inf"),
-        metavar="S",
-        help="start no case after this long",
-    )
+    add_time_budget(result, "start no case after this long")
     return result
 
 
-OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
-    "--config": (read_config, "PATH", "config.json of a transformers MoE model, or its folder"),
-    "--sizes": (problem_of_sizes, "E,k,H,I", "experts, experts of a token, hidden, intermediate"),
-}
-"""Options that describe one layer without a known name: reader, metavar and help."""
+def add_time_budget(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--time-budget-s``, in seconds; the default is no limit."""
+    read = readable(partial(number, zero=True))
+    parser.add_argument("--time-budget-s", type=read, default=math.inf, metavar="S", help=text)
+
+
+def device_help() -> str:
+    """The names that ``--device`` takes, for its help."""
+    archs = [name for name, target in TARGETS.items() if target.facts is not None]
+    return f"a GPU ({', '.join(GPUS)}), an architecture ({', '.join(archs)})"
 
 
 def _problems(text: str) -> list[Problem]:
@@ -116,31 +163,48 @@ def _problems(text: str) -> list[Problem]:
     return list(dict.fromkeys(problem for problems in found for problem in problems))
 
 
-def _only(read: Callable[[str], Problem]) -> Callable[[str], list[Problem]]:
-    """A reader of a list of one problem, which may have commas in it."""
-    return readable(lambda text: [read(text)])
+def gpu_named(name: str) -> Target:
+    """The GPU of a name: this machine's if the name fits that, else a known one.
+
+    Raises:
+        ValueError: an unknown name, or no GPU.
+    """
+    target = target_named(name)
+    if target.facts is None:
+        raise ValueError(f"device must be {device_help()}, got {name!r}")
+    here = target_of(torch.device("cuda")) if torch.cuda.is_available() else target
+    same = here.name == target.name and (name in TARGETS or here.gpu == target.gpu)
+    return here if same else target
 
 
-def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model``, ``--config`` and ``--sizes``, one of which sets ``model`` to a `Problem`."""
-    group = parser.add_mutually_exclusive_group(required=True)
-    text = "the name of a model, or of a shape that models share"
-    group.add_argument("--model", type=readable(find_problem), metavar="NAME", help=text)
-    for option, (read, metavar, text) in OTHER_LAYERS.items():
-        more: dict[str, Any] = {"dest": "model", "default": argparse.SUPPRESS}
-        group.add_argument(option, type=readable(read), metavar=metavar, help=text, **more)
+def _this_machines(name: str) -> Target:
+    """The target of a name, which must be what this machine has."""
+    here = target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    target = target_named(name)
+    if here.name != target.name or (name not in TARGETS and here.gpu != target.gpu):
+        raise ValueError(f"device must be that of this machine, {here.gpu or 'cpu'}, got {name!r}")
+    return here
 
 
 def add_scheme_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--scheme``, one or more names; `with_schemes` fills in the default."""
-    names = {"bf16": "bf16", **{name: name for name in SCHEMES}, "unquantized": "bf16"}
     parser.add_argument(
         *("--scheme", "--schemes"),
         dest="schemes",
-        type=one_or_more(one_of("scheme", names)),
+        type=one_or_more(lambda text: recorded_name(read_scheme(text))),
         metavar="NAME,..",
-        help="bf16 (unquantized) or names in moe_ops.SCHEMES (default: that of --config, or bf16)",
+        help=f"bf16 or among {SCHEME_NAMES} (default: that of --config, or bf16)",
     )
+
+
+def read_scheme(name: str) -> Scheme:
+    """The scheme called ``name``; ``bf16`` means unquantized, as in the benchmark records."""
+    return get_scheme("unquantized" if name == "bf16" else name)
+
+
+def recorded_name(scheme: Scheme) -> str:
+    """The name of a scheme in the benchmark records."""
+    return "bf16" if scheme.weight is None else scheme.name
 
 
 def with_schemes(chosen: argparse.Namespace) -> argparse.Namespace:
@@ -156,12 +220,12 @@ def progress(text: str) -> None:
 
 
 def readable(read: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Wrap ``read`` so that argparse prints the text of its ValueError."""
+    """Wrap ``read`` so that argparse prints the text of its error."""
 
     def checked(text: str) -> Value:
         try:
             return read(text)
-        except ValueError as error:
+        except (NotImplementedError, ValueError) as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return checked
@@ -193,18 +257,32 @@ def one_of(what: str, known: dict[str, Value]) -> Callable[[str], Value]:
 _routing = one_of("routing", {name: name for name in ROUTINGS})
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"a number of tokens must be a positive integer; got {text!r}")
+def count(text: str) -> int:
+    """A positive integer."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"a number must be a positive integer, got {text!r}")
+    checks.at_least(1, number=int(text))
     return int(text)
+
+
+def number(text: str, *, zero: bool = False) -> float:
+    """A finite positive number, or with ``zero`` also 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf or (zero and value == 0)):
+        rule = "a number of at least 0" if zero else "a positive number"
+        raise ValueError(f"must be {rule}, got {text!r}")
+    return value
 
 
 def print_row(cells: dict[str, Any], widths: dict[str, int], *, head: bool = False) -> None:
     """Print one aligned line, with ``head`` the column names above it."""
+    lines = [[_text(cells.get(name)) for name in widths]]
     if head:
-        print("  ".join(f"{name:>{width}}" for name, width in widths.items()))
-    texts = {name: _text(cells.get(name)) for name in widths}
-    print("  ".join(f"{texts[name]:>{width}}" for name, width in widths.items()), flush=True)
+        lines.insert(0, list(widths))
+    print(aligned(lines, widths=[*widths.values()]), flush=True)
 
 
 def conclude(count: int, path: Path | None, failed: Sequence[str], more: str = "") -> int:

@@ -192,9 +192,16 @@ TIME = Work("layer.json", time_case, print_times)
 PROFILE = Work("profile.json", profile_case, print_profiles)
 
 
+EXAMPLES = (
+    "--model tiny --tokens 1,8 --impls moe_ops",
+    "--sizes 8,2,64,32 --tokens 1 --scheme fp8_channel --impls moe_ops",
+    "--model tiny --tokens 2 --impls moe_ops --profile",
+)
+
+
 def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     """Parse the command line; for an unknown name exits with 2 and prints the known names."""
-    command = parser(__doc__ or "", tokens="1,8,64,512,4096,16384", prog=prog)
+    command = parser(__doc__ or "", "1,8,64,512,4096,16384", prog=prog, examples=EXAMPLES)
     impls = {impl: impl for impl in IMPLS}
     installed = ["moe_ops", *available()]
     add = command.add_argument
@@ -231,7 +238,11 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
                 continue
             if experts is None:
                 progress(f"making the weights of {problem.name} in {scheme}")
-                experts = make_experts(problem, scheme, device)
+                try:
+                    experts = make_experts(problem, scheme, device)
+                except (MemoryError, RuntimeError) as error:  # there is no room for the weights
+                    failed.append(f"{scheme} {problem.name}: {str(error).partition(chr(10))[0]}")
+                    break
             key = {"scheme": scheme, "shape": problem.name, "M": tokens, "routing": routing}
             case = Case(key, problem, experts, make_inputs(problem, tokens, routing, device))
             rows = []

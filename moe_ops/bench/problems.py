@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
-from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 import moe_ops
+from moe_ops import checks
 from moe_ops import scheme as schemes
 from moe_ops.activation import kind_and_key
 from moe_ops.pipeline.packing import gains_by_fp8, reads_packed
@@ -48,7 +48,7 @@ class Problem:
     """One model's MoE layer. Named problems are gated SiLU in every scheme.
 
     Raises:
-        ValueError: more experts of a token than experts.
+        ValueError: a size that no layer has; more experts of a token than experts.
     """
 
     name: str
@@ -63,6 +63,8 @@ class Problem:
     """Key of the scheme of the model's weights; None: not quantized, or not said."""
 
     def __post_init__(self) -> None:
+        checks.between(1, checks.MAX_EXPERTS, num_experts=self.num_experts)
+        checks.at_least(1, hidden_size=self.hidden_size, intermediate_size=self.intermediate_size)
         if self.top_k > self.num_experts:
             most = f"at most the {self.num_experts} experts"
             raise ValueError(f"experts of a token must be {most}, got {self.top_k}")
@@ -152,11 +154,10 @@ def problem_of_sizes(text: str) -> Problem:
 
 
 def unknown(what: str, name: str, known: Iterable[str], spelled: str | None = None) -> str:
-    """Error text for an unknown name: the closest known name, if any is close, and all names."""
+    """Error text for an unknown name: all known names, and the nearest one if any is near."""
     known = list(known)
-    close = get_close_matches(name if spelled is None else spelled, known, n=1)
-    meant = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown {what} {name!r}{meant}; known: {', '.join(known)}"
+    hint = checks.did_you_mean(name if spelled is None else spelled, known)
+    return f"{what} must be one of {', '.join(known)}, got {name!r}{hint}"
 
 
 class Inputs(NamedTuple):

@@ -24,11 +24,13 @@ from moe_ops import ops, pipeline
 from moe_ops.activation import kind_and_key
 from moe_ops.bench.command import (
     add_scheme_option,
+    count,
     one_of,
     one_or_more,
     parser,
     print_row,
     progress,
+    readable,
     with_schemes,
 )
 from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
@@ -98,7 +100,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     """The command's options."""
     result = parser("Time layers whose experts are spread over GPUs.", "8,64,512,4096", prog=prog)
     add = result.add_argument
-    add("--ranks", type=int, default=2, metavar="R", help="GPUs (default: %(default)s)")
+    add("--ranks", type=readable(count), default="2", metavar="R", help="GPUs (default: 2)")
     add_scheme_option(result)
     add(
         "--backend",

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_ops.bench.command import recorded_name
 from moe_ops.bench.harness import record_path, write_rows
 from moe_ops.tuning.search import Subject
 
@@ -47,7 +48,7 @@ def tuned_rows(subject: Subject, shape: str, num_tokens: int, entry: dict[str, A
     times = ("time_us", "default_us")
     return [
         TunedRow(
-            scheme="bf16" if subject.scheme.weight is None else subject.scheme.name,
+            scheme=recorded_name(subject.scheme),
             shape=shape,
             M=num_tokens,
             gemm=which,

@@ -14,6 +14,7 @@ import argparse
 import math
 import warnings
 from pathlib import Path
+from textwrap import indent
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
 import moe_ops
-import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
+from moe_ops.bench.command import Parser
+from moe_ops.brief import aligned
 from moe_ops.demo import MODEL
 from moe_ops.demo.program import Program, load, now
-from moe_ops.demo.records import kernel_lines, missing
+from moe_ops.demo.records import DEVICE, kernel_lines, missing
 from moe_ops.version import __version__
 
 PROMPT = "If the file"
@@ -43,6 +45,10 @@ RUNS = {
     "moe_ops, compiled": ("moe_ops", True),
 }
 """Implementation, and whether it is compiled."""
+NO_KERNEL = (
+    "No kernel runs here, as there is no GPU: moe_ops runs its references, in eager PyTorch. They\n"
+    "define the results and are slow, so the rates below say nothing about the kernels."
+)
 SCHEMES = ("int8_channel", "fp8_block128", "mxfp4_w4a16")
 
 
@@ -144,11 +150,7 @@ def run_lines(results: dict[str, Result], tied: list[bool]) -> list[list[str]]:
 
 def show(title: str, lines: list[list[str]]) -> None:
     """Print a table whose first column is aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(f"\n{title}\n")
-    for first, *others in lines:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join((f"  {first.ljust(widths[0])}", *cells)))
+    print(f"\n{title}\n\n{indent(aligned(lines, left=1), '  ')}")
 
 
 def judge(results: dict[str, Result], tied: list[bool]) -> dict[str, bool]:
@@ -175,7 +177,7 @@ def judge(results: dict[str, Result], tied: list[bool]) -> dict[str, bool]:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(None, __doc__.splitlines()[0], ("", "--prompt 'If the folder'"))
     model_help = "folder of a Qwen3-MoE checkpoint, and of heldout.txt"
     parser.add_argument("--model", type=Path, default=MODEL, help=model_help)
     parser.add_argument("--prompt", default=PROMPT, help="text to continue")
@@ -221,15 +223,13 @@ def main() -> int:
           f"{model.num_parameters() / 1e6:.1f} million parameters writes:\n")  # fmt: skip
     print(args.prompt + tokenizer.decode(written.tokens))
     replayed = " The compiled model writes from a CUDA graph." if written.captured else ""
+    if not on_gpu:
+        print(f"\n{NO_KERNEL}")
     show(f"It reads {windows.numel():,} held-out tokens, in float32.{replayed}",
          run_lines(results, tied))  # fmt: skip
-    if not on_gpu:
-        print(
-            "\n  Without a GPU no kernel runs: a CPU runs the references, which define the results."
-        )
     show("Quantized by moe_ops.quantize_(model, scheme):", quality)
     if not on_gpu:
-        show("On a GPU (moe-ops explain; times from benchmarks/results):", kernel_lines())
+        show(f"On a GPU of {DEVICE} (moe-ops explain; times from the records):", kernel_lines())
         for gpu in missing():
             print(f"\n  {gpu}: the same kernels; no times are recorded here.")
     print()

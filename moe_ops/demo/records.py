@@ -42,8 +42,9 @@ def kernel_lines(results: Path = RESULTS) -> list[list[str]]:
 
 
 def missing(results: Path = RESULTS) -> list[str]:
-    """The GPUs without a record."""
-    return [gpu for gpu in GPUS if not read_times(results, gpu)]
+    """The GPUs without a record; empty where there are no records at all, as in an installation."""
+    without = [gpu for gpu in GPUS if not read_times(results, gpu)]
+    return without if len(without) < len(GPUS) else []
 
 
 def explained_costs(model: str, scheme: str) -> tuple[Any, ...]:

@@ -1,9 +1,10 @@
 """Look-up of tuned tiles.
 
 Tuned files (see `tuned_file`) are read once in a process, when the first GEMM is planned: first the
-package's, then the files in the folder ``MOE_OPS_TUNED_DIR``, which override the package's. A file
-that cannot be used is skipped with a warning. Reading is work of the CPU alone, so the first plan
-may be made while a CUDA graph is captured.
+package's, then the user's, which take the place of the package's for the same layer. The user's
+folder, to which ``moe-ops tune`` writes, is ``MOE_OPS_TUNED_DIR``, or ``moe_ops/tuned`` in the
+user's cache. A file that cannot be used is skipped with a warning. Reading is work of the CPU
+alone, so the first plan may be made while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -24,8 +25,24 @@ from moe_ops.dispatch.tiles import Gemm, TileConfig, last_class, load_class
 from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, check_name, parse
 from moe_ops.scheme import Quant
 
-FOLDER = os.environ.get("MOE_OPS_TUNED_DIR")
-"""The user's folder of tuned files; None or empty: there is none."""
+VARIABLE = "MOE_OPS_TUNED_DIR"
+"""Environment variable that names the user's folder of tuned files."""
+
+
+def cache_folder() -> Path | None:
+    """The folder of tuned files in the user's cache; None for a user without a home.
+
+    Source:
+        XDG base directories: ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
+    return Path(base, "moe_ops", "tuned") if os.path.isabs(base) else None
+
+
+CACHE = cache_folder()
+FOLDER: str | Path | None = os.environ.get(VARIABLE) or CACHE
+"""The user's folder of tuned files; None: there is none."""
 PACKAGED = files("moe_ops") / "configs"
 """The package's folder of tuned files."""
 DEFAULT = "analytic default"
@@ -60,7 +77,7 @@ def look_into(folder: Any) -> Found:
     found = Found([], [])
     try:
         if not folder.is_dir():
-            raise ValueError(f"MOE_OPS_TUNED_DIR must name a folder, got {str(folder)!r}")
+            raise ValueError(f"{VARIABLE} must name a folder, got {str(folder)!r}")
         names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".json"))
     except (OSError, ValueError) as error:
         return Found([], [f"no tuned file is used: {error}"])
@@ -135,8 +152,12 @@ def tables(layers: Iterable[TunedLayer]) -> Tables:
 
 
 def folders() -> list[Any]:
-    """The folders of the files in use: the package's, then the user's if there is one."""
-    return [PACKAGED, *([Path(FOLDER)] if FOLDER else [])]
+    """The folders of the files in use: the package's, then the user's.
+
+    A cache that does not exist is none; a folder that was named must.
+    """
+    absent = FOLDER == CACHE and not os.path.isdir(FOLDER or "")
+    return [PACKAGED] if FOLDER is None or absent else [PACKAGED, Path(FOLDER)]
 
 
 def read_all() -> Tables:

@@ -7,18 +7,25 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ops.scheme import Scheme
 
 
 @cache
-def say_once(engine: str, text: str) -> None:
+def say_once(engine: str, text: str, level: int = logging.INFO) -> None:
     """Write a line to an engine's log, once per process.
 
     The logger is below the engine's own, which has handlers; the root logger may have none.
     """
-    logging.getLogger(f"{engine}.moe_ops").info("moe_ops: %s", text)
+    logging.getLogger(f"{engine}.moe_ops").log(level, "moe_ops: %s", text)
+
+
+def say_that_it_serves(engine: str, scheme: Scheme, activation: str) -> None:
+    """Write to an engine's log which experts of this library run, once per kind of layer."""
+    if not torch.compiler.is_compiling():
+        say_once(engine, f"runs the experts: {scheme.name}, {activation}")
 
 
 def found(module: str, name: str) -> Any:

@@ -29,14 +29,8 @@ def weights_of(experts: Any) -> Weights:
     """Return the weights of a module with ``use_experts_implementation``, of any layout.
 
     Raises:
-        NotImplementedError: a module that norms the result of each expert
-            (``has_post_expert_norm``); quantized weights of a kind that is not supported.
+        NotImplementedError: quantized weights of a kind that is not supported.
     """
-    if getattr(experts, "has_post_expert_norm", False):
-        raise NotImplementedError(
-            f'experts_implementation="moe_ops" must not have a norm after each expert in this '
-            f"version, got {type(experts).__name__} with has_post_expert_norm=True"
-        )
     layer = quantized_layer(experts)
     if layer is not None:
         config = layer.quant_method.get_fused_moe_quant_config(layer)

@@ -15,6 +15,7 @@ from moe_ops.integrations._gates import activation_of
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.lora import ExpertLora
+from moe_ops.pipeline.normed_experts import normed_experts
 from moe_ops.tensors import Routing
 
 
@@ -30,7 +31,8 @@ def moe_ops_experts(
     If the gate is an activation of this library, it is fused into the first GEMM. Any other
     ``_apply_gate`` runs between the GEMMs on all ``T * k`` rows, in slot order. It must treat each
     row by itself, as transformers' own implementations require; rows of skipped slots are
-    undefined.
+    undefined. So must a ``post_expert_norm``, which runs on the experts' rows before the weighted
+    sum.
 
     Args:
         self: an experts module of any layout that ``use_experts_implementation`` describes:
@@ -46,9 +48,8 @@ def moe_ops_experts(
         ``(T, H)``, dtype of ``hidden_states``.
 
     Raises:
-        NotImplementedError: a norm after each expert; quantized weights of another kind; a backward
-            pass through experts with an activation that this library does not have, and adapters
-            of such experts.
+        NotImplementedError: quantized weights of another kind; a backward pass through experts with
+            an activation that this library does not have, and adapters of such experts.
     """
     return _run(self, weights_of(self), hidden_states, top_k_index, top_k_weights, lora)
 
@@ -118,10 +119,18 @@ def _run(
     activation = activation_of(experts)
     expert_map = map_for_few_experts(top_k_index, w1.shape[0])
     x = hidden_states if config is not None else hidden_states.to(w1.dtype)
+    norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
     if activation is None:
         _refuse(lora, experts, "an activation that this library does not have")
         routing = Routing(top_k_weights, top_k_index, expert_map)
-        return unfused_experts(experts, weights, x, routing).to(hidden_states.dtype)
+        return unfused_experts(experts, weights, x, routing, norm).to(hidden_states.dtype)
+    if norm is not None:
+        routing = Routing(top_k_weights, top_k_index, expert_map)
+        out = normed_experts(
+            x, w1, w2, routing, norm, activation=activation, w1_bias=w1_bias, w2_bias=w2_bias,
+            quant_config=config, lora=lora,
+        )  # fmt: skip
+        return out.to(hidden_states.dtype)
     out = fused_experts(
         x, w1, w2, top_k_weights, top_k_index, activation=activation, expert_map=expert_map,
         w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config, lora=lora,
@@ -137,12 +146,14 @@ def _refuse(lora: ExpertLora | None, experts: Any, what: str) -> None:
 
 
 @inference_only
-def unfused_experts(experts: Any, weights: Weights, x: Tensor, routing: Routing) -> Tensor:
+def unfused_experts(
+    experts: Any, weights: Weights, x: Tensor, routing: Routing, norm: Any = None
+) -> Tensor:
     """Run experts whose gate is not an activation of this library, between the GEMMs."""
     w1, w2, w1_bias, w2_bias, config = weights
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     topk_weights, topk_ids, expert_map = routing
     return gated_experts(
         x, w1, w2, topk_weights, topk_ids, gate, is_gated=experts.has_gate, expert_map=expert_map,
-        w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config,
+        w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config, norm=norm,
     )  # fmt: skip

@@ -1,10 +1,11 @@
 """Finds the activation of this library that equals the gate of an experts module, by running it.
 
 Nothing is recognised by name. transformers' gate functions read a few numbers from their module
-(``limit``, ``swiglu_alpha`` ...). The function runs on a stand-in that has these numbers and
-nothing else, on values on both sides of every number, and of all magnitudes up to the largest of
-bf16, since a limit may be written into the code. The gate is fused only if an activation of this
-library returns the same. A gate that reads or computes anything else runs unfused.
+(``limit``, ``swiglu_alpha`` ...), or from modules inside (``act_fn.up_softcap.softcap``). The
+function runs on a stand-in that has these numbers and nothing else, on values on both sides of
+every number, and of all magnitudes up to the largest of bf16, since a limit may be written into the
+code. The gate is fused only if an activation of this library returns the same. A gate that reads or
+computes anything else runs unfused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from math import isfinite
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +46,10 @@ MAGNITUDES = (*(2.0**e for e in (*range(-16, -2, 2), *range(3, 128, 2))), LARGES
 _NO_MUL = {kind: Activation(kind.without_mul()) for kind in _FUNCTIONS}
 
 
+Inner = tuple[type, tuple[tuple[str, Any], ...]]
+"""A module without tensors: its class, and the name and `Inner` of each of its modules."""
+
+
 def activation_of(experts: Any) -> Activation | None:
     """Return what `fused_experts` computes instead of the gate of an experts module.
 
@@ -55,71 +59,115 @@ def activation_of(experts: Any) -> Activation | None:
     Returns:
         None if the module's own gate must run.
     """
-    kind = kind_of(getattr(experts, "act_fn", None))
+    act_fn = getattr(experts, "act_fn", None)
+    kind = kind_of(act_fn)
     if not experts.has_gate:
         return None if kind is None else _NO_MUL[kind]
     if "_apply_gate" in experts.__dict__:
         return None
     gate = type(experts)._apply_gate
+    inner = inner_of(act_fn) if kind is None and isinstance(act_fn, nn.Module) else None
     absent: tuple[str, ...] = ()
-    names = attributes_read(gate, absent)
-    while names is not None and any(getattr(experts, name, 0) is None for name in names):
-        absent += tuple(name for name in names if getattr(experts, name, 0) is None)
-        names = attributes_read(gate, absent)  # a gate may branch on attributes that are None
+    names = attributes_read(gate, inner, absent)
+    while names is not None and any(_value(experts, name) is None for name in names):
+        absent += tuple(name for name in names if _value(experts, name) is None)
+        names = attributes_read(
+            gate, inner, absent
+        )  # a gate may branch on attributes that are None
     if names is None:
         return None
     values = []
     for name in names:
-        value = getattr(experts, name, None)
+        value = _value(experts, name)
         if not isinstance(value, (int, float)):
             return None
         values.append(float(value).hex())  # as a string, because Dynamo turns floats into inputs
-    return recognised(gate, kind, absent, *values)
+    return recognised(gate, kind, inner, absent, *values)
+
+
+def _value(module: Any, path: str) -> Any:
+    """Return an attribute of a module, or of one inside: ``act_fn.up_softcap.softcap``."""
+    for name in path.split("."):
+        module = getattr(module, name, "")  # not a number, and not None
+    return module
+
+
+def inner_of(module: nn.Module) -> Inner | None:
+    """Return what stands for a module that computes by its class and numbers alone, or None."""
+    if module._parameters or module._buffers or _is_changed(module):
+        return None
+    inner = []
+    for name, child in module._modules.items():
+        found = None if child is None else inner_of(child)
+        if found is None:
+            return None
+        inner.append((name, found))
+    return type(module), tuple(inner)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether a module may compute something else than its class does."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool("forward" in module.__dict__ or hooks)
 
 
 def kind_of(function: Any) -> MoEActivation | None:
     """Return the activation of this library that an ``act_fn`` is, or None."""
     if isinstance(function, nn.Module):
-        if "forward" in function.__dict__ or function._forward_hooks or function._forward_pre_hooks:
-            return None  # hooks may change what its class computes
-        return _KINDS.get(type(function))
+        return None if _is_changed(function) else _KINDS.get(type(function))
     return MoEActivation.SILU if function is functional.silu else None
 
 
 @torch.compiler.assume_constant_result
-def attributes_read(gate: Callable[..., Tensor], absent: tuple[str, ...]) -> tuple[str, ...] | None:
+def attributes_read(
+    gate: Callable[..., Tensor], inner: Inner | None, absent: tuple[str, ...]
+) -> tuple[str, ...] | None:
     """Return the names of the numbers that a gate reads from its module; None if it reads more.
 
-    ``absent`` names the attributes that are None.
+    ``inner`` stands for an ``act_fn`` of its own, ``absent`` names the attributes that are None.
     """
-    return _attributes_read(gate, absent)
+    return _attributes_read(gate, inner, absent)
 
 
 @torch.compiler.assume_constant_result
 def recognised(
-    gate: Callable[..., Tensor], kind: MoEActivation | None, absent: tuple[str, ...], *values: str
+    gate: Callable[..., Tensor],
+    kind: MoEActivation | None,
+    inner: Inner | None,
+    absent: tuple[str, ...],
+    *values: str,
 ) -> Activation | None:
     """Return the activation that a gate is, with its ``act_fn`` and the numbers that it reads."""
-    return _recognised(gate, kind, absent, values)
+    return _recognised(gate, kind, inner, absent, values)
 
 
-class _Recorder:
-    """Stands in for an experts module: every attribute is a number, and each access is recorded."""
+class _StandIn:
+    """Stands in for an experts module, or for a module inside: all attributes are numbers.
 
-    def __init__(self, absent: tuple[str, ...]) -> None:
-        self.read: list[str] = []
-        self.__dict__.update(dict.fromkeys(absent))
+    Args:
+        number: returns the number of an attribute, by its path; a function for ``act_fn``.
+        inner: the class and modules of what this stands in for.
+        path: the beginning of its attributes' paths.
+    """
+
+    def __init__(self, number: Callable[[str], Any], inner: Inner, path: str = "") -> None:
+        self._number, (self._class, self._inner), self._path = number, inner, path
 
     def __getattr__(self, name: str) -> Any:
-        if name == "act_fn":
-            return functional.silu
-        if name not in self.read:
-            self.read.append(name)
-        return 1.0 + self.read.index(name) / 4
+        for child, inner in self._inner:
+            if child == name:
+                return _StandIn(self._number, inner, f"{self._path}{name}.")
+        return self._number(self._path + name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._class.forward(self, *args)  # type: ignore[attr-defined]
 
 
-def _run(gate: Callable[..., Tensor], stand_in: Any, x: Tensor) -> Tensor | None:
+def _run(
+    gate: Callable[..., Tensor], number: Callable[[str], Any], inner: Inner | None, x: Tensor
+) -> Tensor | None:
     """Run the gate on a stand-in; None if the gate needs more than the stand-in has."""
+    stand_in = _StandIn(number, (nn.Module, () if inner is None else (("act_fn", inner),)))
     try:
         return gate(stand_in, x)
     except Exception:  # an unknown function may raise anything
@@ -128,31 +176,42 @@ def _run(gate: Callable[..., Tensor], stand_in: Any, x: Tensor) -> Tensor | None
 
 @lru_cache(maxsize=256)
 def _attributes_read(
-    gate: Callable[..., Tensor], absent: tuple[str, ...]
+    gate: Callable[..., Tensor], inner: Inner | None, absent: tuple[str, ...]
 ) -> tuple[str, ...] | None:
-    recorder = _Recorder(absent)
-    with _disable_current_modes(), torch.no_grad():
-        if _run(gate, recorder, _probe([])) is None:
+    read: list[str] = []
+
+    def number(path: str) -> Any:
+        if path == "act_fn":
+            return functional.silu
+        if path in absent:
             return None
-    return tuple(recorder.read)
+        if path not in read:
+            read.append(path)
+        return 1.0 + read.index(path) / 4
+
+    with _disable_current_modes(), torch.no_grad():
+        if _run(gate, number, inner, _probe([])) is None:
+            return None
+    return tuple(read)
 
 
 @lru_cache(maxsize=256)
 def _recognised(
     gate: Callable[..., Tensor],
     kind: MoEActivation | None,
+    inner: Inner | None,
     absent: tuple[str, ...],
     values: tuple[str, ...],
 ) -> Activation | None:
     numbers = [float.fromhex(value) for value in values]
-    names = _attributes_read(gate, absent) or ()
-    stand_in = SimpleNamespace(**dict.fromkeys(absent), **dict(zip(names, numbers, strict=True)))
+    names = _attributes_read(gate, inner, absent) or ()
+    known: dict[str, Any] = {**dict.fromkeys(absent), **dict(zip(names, numbers, strict=True))}
     if kind is not None:
-        stand_in.act_fn = _FUNCTIONS[kind]
+        known["act_fn"] = _FUNCTIONS[kind]
     limits = sorted({number for number in numbers if isfinite(number) and number > 0})
     with _disable_current_modes(), torch.no_grad():
         probes = (_probe(limits), _probe(limits, MAGNITUDES))
-        expected = [_run(gate, stand_in, x) for x in probes]
+        expected = [_run(gate, known.__getitem__, inner, x) for x in probes]
         for x, y in zip(probes, expected, strict=True):
             if not isinstance(y, Tensor) or y.shape != (x.shape[0], x.shape[1] // 2):
                 return None
@@ -198,3 +257,6 @@ def _candidates(kind: MoEActivation | None, numbers: list[float]) -> Iterator[Ac
                     yield Activation(MoEActivation.SWIGLUOAI, limit, alpha, beta)
         if limit is not None:
             yield Activation(MoEActivation.SWIGLUSTEP, limit)
+    for beta in numbers:
+        for linear in (None, *numbers):
+            yield Activation(MoEActivation.SITU, beta=beta, linear_beta=linear)

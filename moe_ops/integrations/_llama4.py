@@ -7,12 +7,15 @@ of the experts run as grouped LoRA, whether PEFT has wrapped the experts before 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from moe_ops.integrations import _peft
+from moe_ops.integrations._blocks import check_forward, check_whole
 from moe_ops.integrations._gates import kind_of
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.lora import ExpertLora
@@ -29,7 +32,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `adapt_block` was applied."""
+    """Whether a block runs `block_forward`."""
     forward = module.__dict__.get("forward")
     return getattr(forward, "__func__", None) is block_forward
 
@@ -81,12 +84,14 @@ def _routed(
     )  # fmt: skip
 
 
-def adapt_block(name: str, block: nn.Module) -> None:
-    """Give one block the forward `block_forward`; ``del block.forward`` undoes it.
+def adaptation(name: str, block: Any) -> Callable[[], None]:
+    """Return what gives one block the forward `block_forward`; ``del block.forward`` undoes it.
 
     Raises:
-        NotImplementedError: an activation that this library does not have.
-        ValueError: the block has a forward of its own already, such as a hook of accelerate.
+        NotImplementedError: an activation that this library does not have; a block of transformers'
+            tensor parallelism.
+        ValueError: the block or its experts have a forward of their own already, such as a hook of
+            accelerate.
     """
     experts = _peft.wrappers_of(block.experts)[1]
     if kind_of(experts.act_fn) is None:
@@ -94,9 +99,7 @@ def adapt_block(name: str, block: nn.Module) -> None:
             f"{name} must have an activation of this library, "
             f"got {type(experts.act_fn).__name__} in {type(experts).__name__}"
         )
-    if "forward" in block.__dict__:
-        raise ValueError(
-            f"{name} must not have a forward of its own (adapt a model before accelerate's hooks "
-            f"are added), got {block.__dict__['forward']}"
-        )
-    block.forward = MethodType(block_forward, block)
+    check_whole(name, block)
+    check_forward(name, block)
+    check_forward(f"{name}.experts", experts)  # which `block_forward` does not call
+    return partial(setattr, block, "forward", MethodType(block_forward, block))

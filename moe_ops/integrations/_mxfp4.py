@@ -1,22 +1,25 @@
 """The MXFP4 experts of gpt-oss, which transformers runs with triton_kernels.
 
-transformers replaces the forward of MoE blocks by one that routes with triton_kernels, and keeps
-the weights in triton_kernels' layouts. An adapted block runs the forward of its class, whose router
-is plain PyTorch, and its experts run `fused_experts` on the checkpoint's layout, which is also that
-of this library: two numbers per byte, the even k in the low nibble.
+transformers routes such MoE blocks with triton_kernels (before 5.21 by another forward, from then
+on by another class), and keeps the weights in triton_kernels' layouts. An adapted block calls its
+router, which is plain PyTorch, and its experts run `fused_experts` on the checkpoint's layout,
+which is also that of this library: two numbers per byte, the even k in the low nibble.
 """
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Callable
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+from transformers.integrations import mxfp4
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
+from moe_ops.integrations._blocks import check_forward, check_whole
 from moe_ops.integrations._experts import map_for_few_experts
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.packing import reads_packed
@@ -34,7 +37,7 @@ NO_ADAPTERS = (
 
 def is_experts(module: Any) -> bool:
     """Whether a module is transformers' ``Mxfp4GptOssExperts``."""
-    return isinstance(module, Mxfp4GptOssExperts)
+    return isinstance(module, mxfp4.Mxfp4GptOssExperts)
 
 
 def is_block(module: Any) -> bool:
@@ -42,15 +45,23 @@ def is_block(module: Any) -> bool:
     return is_experts(getattr(module, "experts", None))
 
 
-def is_adapted(module: nn.Module) -> bool:
-    """Whether `adapt_block` was applied."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is experts_forward
+def is_adapted(block: nn.Module) -> bool:
+    """Whether a block runs `block_forward`."""
+    return getattr(block.__dict__.get("forward"), "__func__", None) is block_forward
+
+
+def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Run as transformers' block: return the tokens' rows and the router's logits."""
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    router_logits, routing_weights, router_indices = self.router(rows)
+    out = self.experts(rows, router_indices, routing_weights)
+    return out.reshape(hidden_states.shape), router_logits
 
 
 def experts_forward(
     self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor
 ) -> Tensor:
-    """Run as ``GptOssExperts.forward``, on the weights that `adapt_block` stored.
+    """Run as ``GptOssExperts.forward``, on the weights that `adaptation` stores.
 
     Raises:
         NotImplementedError: weights that PEFT adds adapters to.
@@ -76,37 +87,60 @@ def experts_forward(
     )
 
 
-def adapt_block(name: str, block: Any) -> None:
-    """Convert one block's weights from triton_kernels' layout, and give its experts a forward.
+def adaptation(name: str, block: Any) -> Callable[[], None]:
+    """Return what adapts one block: its weights are converted, it and its experts get a forward.
 
-    On a GPU with kernels that read the packed form (see `pack_weight`) weights are packed.
+    The conversion is for good, so that all of it is tried here, its result runs on no tokens, and
+    is dropped. Nothing of the block changes before the returned function is called.
 
-    Weights may also be parameters in the layout of checkpoints, ``(E, N, K / 32, 16)`` with
-    ``*_scales`` ``(E, N, K / 32)`` beside them.
+    Weights are in triton_kernels' layout, or parameters in the layout of checkpoints:
+    ``(E, N, K / 32, 16)`` or ``(E, N, K / 2)``, with ``*_scales`` ``(E, N, K / 32)`` beside them.
+    On a GPU with kernels that read the packed form (see `pack_weight`) they are packed.
 
     Raises:
-        NotImplementedError: expert parallelism, whose ranks route in triton_kernels.
-        ValueError: weights of other sizes than the module's.
+        NotImplementedError: a block of transformers' tensor or expert parallelism.
+        ValueError: weights of other sizes than the module's; a forward of the block or of its
+            experts that is not transformers'.
     """
     experts = block.experts
-    if hasattr(block, "_is_hooked"):
-        raise NotImplementedError(
-            f"{name} must hold all its experts, got a block of transformers' expert parallelism "
-            "(Mxfp4Config(dequantize=True) works with it)"
-        )
-    hidden, width = experts.hidden_size, experts.intermediate_size
-    sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
-    stored = {key: _stored(f"{name}.experts", experts, key, *sizes[key]) for key in NAMES}
-    for key in NAMES:
-        data, scales = _fastest(*stored.pop(key))
+    check_whole(name, block)
+    check_forward(name, block, getattr(mxfp4, "mlp_forward", None))
+    check_forward(f"{name}.experts", experts)
+    checks.number(f"{name}.experts.limit", experts.limit)
+    # Made once: Dynamo reads its key; floats of the module would become inputs of the graph.
+    activation = Activation(MoEActivation.SWIGLUOAI, experts.limit, experts.alpha, 1.0)
+    trial = SimpleNamespace(
+        **_converted(name, experts), activation=activation, _modules=experts._modules,
+        gate_up_proj_bias=experts.gate_up_proj_bias, down_proj_bias=experts.down_proj_bias,
+    )  # fmt: skip
+    with torch.no_grad():
+        like = {"dtype": block.router.weight.dtype, "device": trial.down_proj.device}
+        rows = torch.zeros(0, experts.hidden_size, **like)
+        _, routing_weights, router_indices = block.router(rows)
+        experts_forward(trial, rows, router_indices, routing_weights)
+    return partial(_adapt, name, block, activation)
+
+
+def _adapt(name: str, block: Any, activation: Activation) -> None:
+    experts = block.experts
+    for key, x in _converted(name, experts).items():
         experts.__dict__.pop(key, None)
         experts.__dict__.pop(f"{key}_precision_config", None)
-        setattr(experts, key, nn.Parameter(data, requires_grad=False))
-        setattr(experts, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
-    # Made once: Dynamo reads its key; floats of the module would become inputs of the graph.
-    experts.activation = Activation(MoEActivation.SWIGLUOAI, experts.limit, experts.alpha, 1.0)
+        setattr(experts, key, nn.Parameter(x, requires_grad=False))
+    experts.activation = activation
     experts.forward = MethodType(experts_forward, experts)
-    block.__dict__.pop("forward", None)  # the one of transformers, which routes in triton_kernels
+    block.forward = MethodType(block_forward, block)
+
+
+def _converted(name: str, experts: Any) -> dict[str, Tensor]:
+    """Return the weights and scales that `experts_forward` reads, by attribute."""
+    hidden, width = experts.hidden_size, experts.intermediate_size
+    sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+    tensors: dict[str, Tensor] = {}
+    for key in NAMES:
+        data, scales = _fastest(*_stored(f"{name}.experts", experts, key, *sizes[key]))
+        tensors |= {key: data, f"{key}_scales": scales}
+    return tensors
 
 
 def _stored(name: str, experts: Any, key: str, n: int, k: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.integrations import _fp8
+from moe_ops.integrations._blocks import check_forward
 from moe_ops.integrations._experts import weights_of
 from moe_ops.integrations._gates import activation_of
 from moe_ops.integrations._layers import NAME, quantized_layer
@@ -48,21 +49,20 @@ def chosen(experts: Any) -> bool:
 
 
 def is_adapted(outer: nn.Module) -> bool:
-    """Whether `adapt_wrappers` has given the module its forward."""
+    """Whether the module runs `_forward`."""
     return isinstance(outer.__dict__.get("forward"), partial)
 
 
-def adapt_wrappers(name: str, outer: Any) -> None:
-    """Run the experts inside of nested wrappers by their own forward, with grouped LoRA.
+def adaptation(name: str, outer: Any) -> Callable[[], None]:
+    """Return what makes nested wrappers run the experts inside by their own forward, with adapters.
 
     Raises:
-        NotImplementedError: experts whose activation this library does not have; an adapter of a
-            parameter that is no weight of the experts.
+        NotImplementedError: experts whose activation this library does not have, or with weights or
+            scales that do not run here; an adapter of a parameter that is no weight of the experts.
         ValueError: the module has a forward of its own.
     """
     wrappers, experts = wrappers_of(outer)
-    if "forward" in outer.__dict__:
-        raise ValueError(f"{name}.forward must be that of its class to be adapted, got another")
+    check_forward(name, outer)
     unknown = [w.parameter_name for w in wrappers if w.parameter_name not in PARAMETERS]
     if unknown or activation_of(experts) is None:
         got = f"an adapter of {unknown[0]}" if unknown else "another activation"
@@ -70,6 +70,24 @@ def adapt_wrappers(name: str, outer: Any) -> None:
             f"{name} must have adapters of {sorted(PARAMETERS)} and an activation of this library, "
             f"got {got}"
         )
+    _check_weights(name, experts)
+    return partial(_adapt, outer, wrappers)
+
+
+def _check_weights(name: str, experts: Any) -> None:
+    """Raise NotImplementedError if adapters do not run beside the weights of an experts module."""
+    if not _fp8.is_quantized(experts):
+        weights_of(experts)
+        return
+    _fp8.weights_of(experts)
+    if experts.activation_scheme == "static" and experts.down_proj.dtype != torch.int8:
+        raise NotImplementedError(
+            f"{name} must have dynamic scales of activations for adapters, got static scales in "
+            f"{type(experts).__name__}"
+        )
+
+
+def _adapt(outer: Any, wrappers: list[Any]) -> None:
     outer.forward = partial(_forward, outer)
     for wrapper in wrappers:
         for method in ("merge", "unmerge"):

@@ -9,9 +9,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_ops import checks
-from moe_ops.integrations import _fp8, _llama4, _mxfp4, _peft, _torchao
+from moe_ops.integrations import _fp8, _llama4, _longcat, _mxfp4, _peft, _torchao
 from moe_ops.integrations._experts import axes_of
 from moe_ops.layer import FusedMoE
+
+_ADAPTED = {"Llama4TextExperts": "Llama 4", _longcat.EXPERTS: "LongCat"}
+"""Models whose experts, by their class, `adapt` gives another forward."""
+_MXFP4 = "MXFP4 experts of gpt-oss run triton_kernels: adapt(model) reaches them"
 
 
 class Unreached(NamedTuple):
@@ -26,7 +30,7 @@ class Unreached(NamedTuple):
 def unreached(model: nn.Module, implementation: str) -> Iterator[Unreached]:
     """Yield the expert modules that ``implementation`` does not reach, outermost first."""
     for name, module in expert_modules(model, ""):
-        reason = _reason(module, implementation) or _adapters_reason(model, name, module)
+        reason = _reason(module, implementation) or _outer_reason(model, name, module)
         if reason:
             yield Unreached(name, type(module).__name__, reason)
 
@@ -76,16 +80,13 @@ def _is_model(module: nn.Module) -> bool:
 
 def _reason(module: Any, implementation: str) -> str:
     """Return why a module is not reached; empty if it is."""
-    if _llama4.is_adapted(module) or _mxfp4.is_adapted(module):
+    if _llama4.is_adapted(module) or _longcat.is_adapted(module) or _mxfp4.is_experts(module):
         return ""
-    if _mxfp4.is_experts(module):
-        return "MXFP4 experts of gpt-oss run triton_kernels: adapt(model) reaches them"
     if not is_decorated(module):
-        if type(module).__name__ == "Llama4TextExperts":
-            return "Llama 4 is not dispatched by transformers: adapt(model) reaches it"
+        model = _ADAPTED.get(type(module).__name__)
+        if model is not None:
+            return f"{model} is not dispatched by transformers: adapt(model) reaches it"
         return "its class is not dispatched by transformers (no @use_experts_implementation)"
-    if getattr(module, "has_post_expert_norm", False):
-        return "a norm after each expert (has_post_expert_norm) is not supported"
     weights = _weights_reason(module)
     if weights:
         return weights
@@ -95,16 +96,20 @@ def _reason(module: Any, implementation: str) -> str:
     return ""
 
 
-def _adapters_reason(model: nn.Module, name: str, experts: Any) -> str:
-    """Return why PEFT's adapters of a module that is reached do not run; empty if they do."""
+def _outer_reason(model: nn.Module, name: str, experts: Any) -> str:
+    """Return why the modules around experts do not run them here; empty if they do.
+
+    These are PEFT's wrappers, and the blocks of MXFP4 experts.
+    """
     while name.rpartition(".")[2] == "base_layer":
         name = name.rpartition(".")[0]
     outer = model.get_submodule(name)
-    if outer is experts or _peft.is_adapted(outer):
-        return ""
     if _mxfp4.is_experts(experts):
-        return f"not supported: {_mxfp4.NO_ADAPTERS}"
-    if not _peft.is_quantized(experts):
+        if outer is not experts:
+            return f"not supported: {_mxfp4.NO_ADAPTERS}"
+        block = model.get_submodule(name.rpartition(".")[0])
+        return "" if _mxfp4.is_adapted(block) else _MXFP4
+    if outer is experts or _peft.is_adapted(outer) or not _peft.is_quantized(experts):
         return ""
     return "PEFT's adapters cannot run beside quantized weights: adapt(model) runs them"
 
@@ -115,8 +120,6 @@ def unquantizable(module: Any) -> str:
         return "its weights are MXFP4 already"
     if not is_decorated(module):
         return "its class is not dispatched by transformers (no @use_experts_implementation)"
-    if getattr(module, "has_post_expert_norm", False):
-        return "a norm after each expert (has_post_expert_norm) is not supported"
     parameters = list(module.parameters(recurse=False))
     if _fp8.is_quantized(module) or any(map(_torchao.is_quantized, parameters)):
         return "its weights are quantized already"

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils import cached_file
@@ -129,13 +130,25 @@ class MoeOpsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **rest: Any) -> Any:
         """Load the experts from the checkpoint's files."""
         for name, entry in _read_record(model.config).items():
-            layer: Any = quantized_layer(model.get_submodule(name))
+            experts = model.get_submodule(name)
+            layer: Any = quantized_layer(experts)
             layer.reset_parameters()
-            load_checkpoint(layer, self._folder, prefix=entry["checkpoint"], progress=False)
+            prefix = entry["checkpoint"]
+            others = [key for key in experts.state_dict() if not key.startswith(f"{LAYER}.")]
+            how: dict[str, Any] = {"prefix": prefix, "progress": False, "strict": not others}
+            report = load_checkpoint(layer, self._folder, **how)
+            known = {f"{prefix}.{key}" for key in others}  # loaded by transformers: a norm
+            report = report._replace(unexpected=tuple(sorted({*report.unexpected} - known)))
+            if not report.is_complete:
+                raise ValueError(
+                    f"path must hold the experts of {name} exactly, got missing {report.missing}, "
+                    f"duplicated {report.duplicated}, unexpected {report.unexpected}, mismatched "
+                    f"{report.mismatched}"
+                )
         return model
 
 
-def from_pretrained(path: Any, *, auto_class: Any = AutoModelForCausalLM, **arguments: Any) -> Any:
+def from_pretrained(path: Any, *, auto_class: Any = None, **arguments: Any) -> Any:
     """Load a model that was quantized by `moe_ops.quantize_` and saved by ``save_pretrained``.
 
     Experts stay quantized, and run with ``experts_implementation="moe_ops"``. transformers' own
@@ -143,7 +156,7 @@ def from_pretrained(path: Any, *, auto_class: Any = AutoModelForCausalLM, **argu
 
     Args:
         path: a folder, or anything else that ``from_pretrained`` of transformers takes.
-        auto_class: the class whose ``from_pretrained`` is called.
+        auto_class: the class whose ``from_pretrained`` is called; None: ``AutoModelForCausalLM``.
         **arguments: its other arguments, such as ``dtype`` and ``device_map``, except those in
             `FIXED` and `OF_RANKS`. ``config`` is copied.
 
@@ -174,10 +187,11 @@ def from_pretrained(path: Any, *, auto_class: Any = AutoModelForCausalLM, **argu
     config = arguments.pop("config", None)
     hub = {name: arguments[name] for name in OF_HUB if name in arguments}
     if config is None:
-        config = AutoConfig.from_pretrained(path, **hub)
+        config = transformers.AutoConfig.from_pretrained(path, **hub)
     config = copy.deepcopy(config)
     _read_record(config)
     config.quantization_config = {"quant_method": NAME}
+    auto_class = auto_class or transformers.AutoModelForCausalLM
     try:
         return auto_class.from_pretrained(path, config=config, **arguments)
     except (SafetensorError, JSONDecodeError):

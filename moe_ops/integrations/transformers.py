@@ -1,16 +1,20 @@
 """Hugging Face transformers: importing this module registers the experts implementation "moe_ops".
 
-    import moe_ops.integrations.transformers
+    import moe_ops
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_ops")
 
-or ``model.set_experts_implementation("moe_ops")`` on a loaded model. Then `check` names the expert
-modules that still run transformers' code, and `adapt` brings in Llama 4 and the MXFP4 experts of
-gpt-oss. Experts whose activation this library has can be trained; a backward pass through others
-raises. To train those, go back to an implementation of transformers with
-``model.set_experts_implementation("grouped_mm")``.
+or ``model.set_experts_implementation("moe_ops")`` on a loaded model. (``import moe_ops`` imports
+this module as soon as transformers' models are imported, before or after it.) If expert modules
+keep transformers' code, one line of the log says so, `check` names them all, and `adapt` brings in
+Llama 4, LongCat and the MXFP4 experts of gpt-oss. Experts whose activation this library has can be
+trained; a backward pass through others raises. To train those, go back to an implementation of
+transformers with ``model.set_experts_implementation("grouped_mm")``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +27,7 @@ except ImportError as error:
         f'pip install "transformers>=5.17" ({error})'
     ) from error
 
-from moe_ops.integrations import _llama4, _mxfp4, _peft, _quantized  # noqa: F401 (targets)
+from moe_ops.integrations import _kept, _llama4, _longcat, _mxfp4, _peft, _quantized  # noqa: F401
 from moe_ops.integrations._forwards import moe_ops_experts, moe_ops_fp8_experts
 from moe_ops.integrations._layers import NAME
 from moe_ops.integrations._reach import Unreached, unreached
@@ -38,6 +42,9 @@ __all__ = [
     "moe_ops_experts",
     "moe_ops_fp8_experts",
 ]
+
+_BLOCKS: tuple[Any, ...] = (_llama4, _longcat, _mxfp4)
+"""Kinds of blocks or experts that `adapt` gives another forward."""
 
 
 def check(model: nn.Module) -> list[Unreached]:
@@ -59,39 +66,49 @@ def check(model: nn.Module) -> list[Unreached]:
 def adapt(model: nn.Module) -> list[str]:
     """Run this library in expert modules that transformers does not dispatch.
 
-    These are the blocks of Llama 4, whose instances get a forward of their own
-    (``del module.forward`` undoes it), and the MXFP4 experts of gpt-oss, whose weights are
-    converted from triton_kernels' layout (for good: there may be no memory for a second copy).
+    These are the blocks of Llama 4 and the experts of LongCat, whose instances get a forward of
+    their own (``del module.forward`` undoes it), and the MXFP4 experts of gpt-oss, whose weights
+    are converted from triton_kernels' layout (for good: there may be no memory for a second copy).
     Experts with adapters of PEFT (``target_parameters``) run as grouped LoRA, without merged
     weights: call this after ``get_peft_model`` (for Llama 4 before or after). Quantized experts run
     adapters in no other way. Classes stay as they are. Adapted modules are skipped.
+
+    Every module is checked, and every conversion tried, before the first module changes: if this
+    raises, the model is as it was.
 
     Returns:
         The names of the modules that were adapted.
 
     Raises:
-        NotImplementedError: an activation that this library does not have; expert parallelism of
-            MXFP4 experts.
+        NotImplementedError: an activation that this library does not have; blocks of transformers'
+            tensor or expert parallelism; adapters beside weights that this library does not run.
         ValueError: a module has a forward of its own already; weights of unexpected sizes.
     """
-    names = []
+    steps = [*_block_steps(model), *_wrapper_steps(model)]
+    for _, step in steps:
+        step()
+    return [name for name, _ in steps]
+
+
+def _block_steps(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the name of each block that gets another forward, and what gives it that."""
     for name, module in model.named_modules():
-        if _llama4.is_block(module) and not _llama4.is_adapted(module):
-            _llama4.adapt_block(name, module)
-            names.append(name)
-        if _mxfp4.is_block(module) and not _mxfp4.is_adapted(module.experts):
-            _mxfp4.adapt_block(name, module)
-            names.append(name)
+        for kind in _BLOCKS:
+            if kind.is_block(module) and not kind.is_adapted(module):
+                yield name, kind.adaptation(name, module)
+
+
+def _wrapper_steps(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the name of each outermost wrapper of PEFT, and what adapts it."""
     inner = {id(m.base_layer) for m in model.modules() if _peft.is_wrapper(m)}
     for name, module in model.named_modules():
         outermost = _peft.is_wrapper(module) and id(module) not in inner
         if outermost and not _peft.is_adapted(module):
             _, experts = _peft.wrappers_of(module)
             if _peft.chosen(experts):
-                _peft.adapt_wrappers(name, module)
-                names.append(name)
-    return names
+                yield name, _peft.adaptation(name, module)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, moe_ops_experts)
 ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, moe_ops_fp8_experts)
+_kept.install()

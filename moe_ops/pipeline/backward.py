@@ -42,6 +42,8 @@ class Settings(NamedTuple):
     on_input: bool
     """Whether router weights multiply the rows of the first GEMM."""
     batch_invariant: bool
+    summed: bool = True
+    """Whether each token's rows are weighted and summed; else the result has the slots' rows."""
 
 
 class Operands(NamedTuple):
@@ -164,6 +166,8 @@ class _Experts(Function):
         ctx.settings = settings
         lora_plan = None if adapters is None else adapters.tiles.plan
         ctx.save_for_backward(*tensors, product, space.tiles.plan, lora_plan)
+        if not settings.summed:
+            return y
         on_output = None if settings.on_input else given.topk_weights
         slots = (given.topk_ids, given.expert_map, None, space.num_local_experts)
         return ops.moe_fused_mul_sum(y, on_output, *slots)
@@ -231,7 +235,7 @@ class _Backward(NamedTuple):
         """The gradients of the differentiable operands; None: not asked for.
 
         Args:
-            grad: the gradient of the result, ``(T, H)``.
+            grad: the gradient of the result, ``(T, H)``, or ``(T * k, H)`` if it is not summed.
             product: the product of the first GEMM, ``(T * k, 2I)``.
         """
         given, wanted, key = self.given, self.wanted, self.settings.activation
@@ -242,7 +246,7 @@ class _Backward(NamedTuple):
                 h = ops.activation(product, key)
                 dw2 = self._weight_gradient(grad, h, self.on_output, given.w2)
             return (None, None, dw2, None, None, db2, *[None] * 4)
-        top_k = given.topk_ids.shape[1]
+        top_k = given.topk_ids.shape[1] if self.settings.summed else 1
         adapter = (given.lora2_a, given.lora2_b)
         rows, low = self._through(grad, given.w2, self.second, adapter, top_k)
         keeps = wanted.w2 or wanted.lora2_a or wanted.lora2_b
@@ -330,7 +334,8 @@ class _Backward(NamedTuple):
     @property
     def on_output(self) -> Tensor | None:
         """Router weights, if they multiply the experts' results."""
-        return None if self.settings.on_input else self.given.topk_weights
+        on_output = self.settings.summed and not self.settings.on_input
+        return self.given.topk_weights if on_output else None
 
     @property
     def slots(self) -> tuple[Tensor, Tensor | None, int]:

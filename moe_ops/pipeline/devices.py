@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from moe_ops import checks
 from moe_ops.dispatch.device import Device, device_facts
 
 
@@ -60,7 +61,33 @@ TARGETS = {
         _known("NVIDIA RTX PRO 6000", 120, 101376, 188),
     )
 }
-"""Targets by name. One GPU stands for each architecture."""
+"""Targets by architecture, for each of which one GPU stands."""
+GPUS = {
+    "a100": TARGETS["sm_80"],
+    "a6000": TARGETS["sm_86"],
+    "l40s": TARGETS["sm_89"],
+    "h100": _known("NVIDIA H100 80GB HBM3", 90, 232448, 132),
+    "h200": TARGETS["sm_90"],
+    "b200": TARGETS["sm_100"],
+    "rtx_pro_6000": TARGETS["sm_120"],
+}
+"""Targets by the short names of GPUs."""
+
+
+def target_named(name: str) -> Target:
+    """The target of an architecture (``sm_90``), of a GPU (``h100``, ``NVIDIA H200``), or ``cpu``.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    known = {**TARGETS, **GPUS}
+    full = {target.gpu: target for target in GPUS.values()}
+    if name in full:
+        return full[name]
+    plain = str(name).lower().replace(" ", "_")
+    if plain not in known:
+        checks.one_of("device", name, list(known))
+    return known[plain]
 
 
 def target_of(device: torch.device) -> Target:

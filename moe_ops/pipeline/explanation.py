@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -11,11 +11,12 @@ import torch
 
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
+from moe_ops.brief import aligned
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
 from moe_ops.dispatch.hopper_decode import DECODING
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.costs import Cost, cost_of
-from moe_ops.pipeline.devices import TARGETS, Target, target_of
+from moe_ops.pipeline.devices import Target, target_named, target_of
 from moe_ops.pipeline.exchange.traffic import (
     SAME,
     SPARE,
@@ -40,6 +41,11 @@ from moe_ops.pipeline.selection import (
     judge,
 )
 from moe_ops.scheme import ExactRows, FusedMoEQuantConfig, Scheme, exact_fp8_scheme, what_lacks
+
+REFERENCES_RUN = (
+    "no kernel runs on a CPU: the references run, in eager PyTorch (another device explains a GPU, "
+    "such as h100 or sm_90)"
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,9 @@ class Explanation:
             "no implementation serves this" if self.choice is None
             else f"{self.choice} behind {self.prepare_finalize}"
         )  # fmt: skip
-        return f"{self.scheme.name} on {device}, {self.activation_format} format: {chosen}\n{sizes}"
+        head = f"{self.scheme.name} on {device}, {self.activation_format} format: {chosen}"
+        runs = "" if target.facts is not None else f"\n{REFERENCES_RUN}"
+        return f"{head}{runs}\n{sizes}"
 
     def _why(self) -> str:
         names = [["implementation", "serves", "why not"]]
@@ -121,7 +129,7 @@ class Explanation:
             text = "chosen" if row.implementation == self.choice else row.reason
             text = text or "a preferred implementation was chosen"
             names.append([row.implementation, "yes" if row.supported else "no", text])
-        return _aligned(names, left=3)
+        return aligned(names, left=3)
 
     def _table(self) -> str:
         if not self.costs:
@@ -142,7 +150,7 @@ class Explanation:
                     _bytes(cost.workspace_bytes),
                 ]
             )
-        return _aligned(lines)
+        return aligned(lines)
 
     def _notes(self) -> str:
         facts = self.target.facts
@@ -228,7 +236,7 @@ class Explanation:
             "alltoall: without the time for which the host waits; symmetric: in one NVLink domain",
             f"{link.name}: {link.source}",
         ]
-        return "\n".join((_aligned(lines, left=3), *notes))
+        return "\n".join((aligned(lines, left=3), *notes))
 
     def _tiles_from(self) -> list[str]:
         """One line for each source of tiles; if there are several, with the GEMMs that use it."""
@@ -273,8 +281,8 @@ def explain(
             ``device``: whether they would be).
         scheme: a name, a `Scheme` or a `FusedMoEQuantConfig`; None for a `FusedMoE`.
         num_tokens: token counts to explain.
-        device: a name such as ``sm_90`` (see `moe_ops.pipeline.devices.TARGETS`) in place of
-            ``config.device``; it need not be in this machine.
+        device: a name such as ``sm_90`` or ``h100`` (see `moe_ops.pipeline.devices.target_named`)
+            in place of ``config.device``; it need not be in this machine.
         candidates: as for `select_kernel`.
         link: what joins ranks that exchange tokens: a `Link`, or a name in
             `moe_ops.pipeline.exchange.traffic.LINKS`.
@@ -295,14 +303,12 @@ def explain(
         raise TypeError(f"num_tokens must be a sequence of ints, got {num_tokens!r}")
     for number in num_tokens:
         checks.at_least(1, num_tokens=number)
-    if device is not None:
-        checks.one_of("device", device, list(TARGETS))
-    quant = as_quant_config(scheme)
     if device is None:
         target = target_of(torch.device(config.device))
     else:
-        target = TARGETS[device]
+        target = target_named(device)
         config = replace(config, device=target.torch_device())
+    quant = as_quant_config(scheme)
     capability = None if device is None or target.facts is None else target.facts.arch
     rows = judge(config, quant.scheme, candidates, capability)
     choice = chosen(rows, candidates)
@@ -336,9 +342,8 @@ def _of_layer(
     if scheme is not None:
         raise ValueError(f"scheme must be None for a layer, which has one, got {scheme}")
     exact, held = layer.exact_fp8_rows(), layer.scheme
-    facts = TARGETS[device].facts if device in TARGETS else None
     if exact is not None and device is not None:
-        held = exact.scheme
+        held, facts = exact.scheme, target_named(device).facts
         if exact.exact == exact.rows and facts is not None and multiplies_fp8(held, facts.arch):
             held = exact_fp8_scheme(held)
     return layer.moe_config, held, exact
@@ -368,16 +373,3 @@ def _bytes(number: int | None) -> str:
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]
     return f"{size:.4g} {units[0]}"
-
-
-def _aligned(lines: Iterable[Sequence[str]], left: int = 0) -> str:
-    """Lines with aligned columns: the first ``left`` to the left, the others to the right."""
-    lines = list(lines)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

@@ -12,7 +12,7 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.gradients import check_transforms, recomputed, refuse, wanted
 from moe_ops.pipeline.backward import Settings, differentiable_experts, lacking
 from moe_ops.pipeline.experts.standard import slot_experts
-from moe_ops.pipeline.gemms import expert_weights
+from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act, quantized
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
 from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
@@ -111,10 +111,54 @@ def fused_experts(
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
-        apply_router_weight_on_input=apply_router_weight_on_input,
+        flags=(apply_router_weight_on_input, batch_invariant),
         config=_config(quant_config),
-        batch_invariant=batch_invariant,
         lora=lora,
+    )
+
+
+def expert_rows(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    routing: Routing,
+    *,
+    activation: MoEActivation | Activation | str,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    quant_config: FusedMoEQuantConfig | None = None,
+    lora: ExpertLora | None = None,
+) -> Tensor:
+    """`fused_experts` before the weighted sum: row ``t * k + j`` is slot j of token t.
+
+    Args:
+        hidden_states: as in `fused_experts`, like every argument not named here.
+        w1: see `fused_experts`.
+        w2: see `fused_experts`.
+        routing: the tokens' routing, whose weights are checked and not used.
+        activation: see `fused_experts`.
+        w1_bias: see `fused_experts`.
+        w2_bias: see `fused_experts`.
+        quant_config: see `fused_experts`.
+        lora: see `fused_experts`.
+
+    Returns:
+        ``(T * k, H)``, with gradients; the rows of skipped slots are undefined (also NaN).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `fused_experts`.
+    """
+    return _experts(
+        None,
+        hidden_states,
+        (w1, w2, w1_bias, w2_bias),
+        routing._replace(topk_weights=routing.topk_weights.detach()),
+        activation=activation,
+        global_num_experts=-1,
+        flags=(False, False),
+        config=_config(quant_config),
+        lora=lora,
+        summed=False,
     )
 
 
@@ -149,12 +193,16 @@ def _experts(
     *,
     activation: MoEActivation | Activation | str,
     global_num_experts: int,
-    apply_router_weight_on_input: bool,
+    flags: tuple[bool, bool],
     config: FusedMoEQuantConfig,
-    batch_invariant: bool,
     lora: ExpertLora | None = None,
+    summed: bool = True,
 ) -> Tensor:
-    """`fused_experts` with an optional tile plan; ``given``: both weights, and both biases."""
+    """`fused_experts` with an optional tile plan; ``given``: both weights, and both biases.
+
+    ``flags``: ``apply_router_weight_on_input`` and ``batch_invariant``. ``summed=False`` returns
+    the slots' rows: see `expert_rows`.
+    """
     scheme, (w1, w2, *biases) = config.scheme, given
     kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
     autocasts = kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device)
@@ -168,10 +216,9 @@ def _experts(
     b1, b2 = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
     layer = (hidden_states, w1, w2, b1, b2, kind, scheme, *quantization)
-    flags = (apply_router_weight_on_input, batch_invariant)
     _check_call(*flags, scheme, *routing, global_num_experts, *layer)
     experts = expert_weights(w1, w2, config, (b1, b2))
-    settings = Settings(scheme, key, *flags)
+    settings = Settings(scheme, key, *flags, summed)
     operands = (hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
     inputs = wanted(*operands) if torch.is_grad_enabled() else []
     call = (hidden_states, experts, routing, settings, config, plan)
@@ -197,8 +244,15 @@ def _untrained(
     plan: Tensor | None,
 ) -> Tensor:
     """`differentiable_experts` without gradients, which needs fewer passes."""
-    scheme, key, on_input, invariant = settings
+    scheme, key, on_input, invariant, summed = settings
     num_experts = weights.w1.data.shape[0]
+    if not summed:
+        space = SlotRows.of(routing, num_experts, scheme, x.dtype, invariant)
+        top_k = routing.topk_ids.shape[1]
+        rows = quantized(x, weights.a1_scale, weights.w1, space, scheme, top_k, key)
+        space = space._replace(expert_order=scheme.weight is None)
+        rows = gemm_act(rows, weights, space, top_k, scheme, x.dtype, key)
+        return gemm(rows, weights.w2, space, 1, scheme, x.dtype)
     return slot_experts(
         first_rows(x, config, routing, num_experts, on_input),
         weights,
@@ -303,7 +357,6 @@ def fused_moe(
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
-        apply_router_weight_on_input=apply_router_weight_on_input,
+        flags=(apply_router_weight_on_input, batch_invariant),
         config=config,
-        batch_invariant=batch_invariant,
     )

@@ -27,6 +27,7 @@ def gated_experts(
     gate: Callable[[Tensor], Tensor],
     *,
     is_gated: bool = True,
+    norm: Callable[[Tensor], Tensor] | None = None,
     expert_map: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
@@ -49,6 +50,7 @@ def gated_experts(
         gate: ``(T * k, w1.shape[1]) -> (T * k, I)``, row by row: row ``t * k + j`` is slot ``j`` of
             token ``t``. The rows of skipped slots are undefined (also NaN) and not read again.
         is_gated: whether ``w1`` has twice the rows that ``w2`` has columns.
+        norm: a function of the experts' rows ``(T * k, H)`` before the weighted sum; None: none.
         expert_map: see `fused_experts`.
         w1_bias: see `fused_experts`.
         w2_bias: see `fused_experts`.
@@ -85,4 +87,5 @@ def gated_experts(
     h = h.to(dtype).contiguous()
     rows = quantized(h, weights.a2_scale, weights.w2, space, scheme)
     y = gemm(rows, weights.w2, space, 1, scheme, dtype)
+    y = y if norm is None else norm(y)
     return ops.moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_local_experts)

@@ -15,7 +15,7 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.dispatch.device import Device, assumed, device_facts
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.pipeline.devices import target_named
 from moe_ops.pipeline.experts import BatchedTritonExperts, TritonExperts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
@@ -107,8 +107,9 @@ def workspace_nbytes(
         format: ``standard`` or ``batched``.
         chunk_size: as in `FusedMoEKernel`; Standard format only.
         batch_invariant: as in `fused_experts`; plans then have other sizes.
-        device: the device whose kernels allocate: a name such as ``sm_90`` or ``cpu`` (see
-            `moe_ops.pipeline.devices.TARGETS`); None means the current GPU, or a CPU without one.
+        device: the device whose kernels allocate: a name such as ``sm_90``, ``h100`` or ``cpu``
+            (see `moe_ops.pipeline.devices.target_named`); None: the current GPU, or a CPU without
+            one.
 
     Returns:
         The peak in bytes.
@@ -145,8 +146,7 @@ def workspace_nbytes(
 def _facts(device: str | None) -> Device | None:
     """Facts of the GPU; None: references run."""
     if device is not None:
-        checks.one_of("device", device, list(TARGETS))
-        return TARGETS[device].facts
+        return target_named(device).facts
     if not torch.cuda.is_available():
         return None
     return device_facts(torch.device("cuda", torch.cuda.current_device()))

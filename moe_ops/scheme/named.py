@@ -184,6 +184,12 @@ class Scheme:
 SCHEMES: dict[str, Scheme] = {name: Scheme(name, *quants) for name, quants in _NAMED.items()}
 """Every registered scheme by its name."""
 UNQUANTIZED = SCHEMES["unquantized"]
+_MEANT = {
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "fp32", "none"), "unquantized"),
+    "fp8": "fp8_channel", "w8a8": "fp8_channel", "int8": "int8_channel",
+    "int4": "int4_w4a16_g128", "w4a16": "int4_w4a16_g128", "fp4": "mxfp4_w4a16",
+}  # fmt: skip
+"""The usual scheme of a format that is no name of a scheme, for the hint of an error."""
 
 
 @lru_cache(maxsize=256)
@@ -208,7 +214,7 @@ def get_scheme(name: str) -> Scheme:
         return as_scheme(Scheme(name, *_parsed(name)))
     quants = _of_family(name)
     if quants is None:
-        hint = checks.did_you_mean(name, SCHEMES)
+        hint = checks.did_you_mean(name, SCHEMES, _MEANT)
         raise ValueError(f"scheme must be one of {sorted(SCHEMES)}, got {name!r}{hint}")
     return as_scheme(Scheme(name, *quants))
 

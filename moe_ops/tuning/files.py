@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from moe_ops.dispatch import tuned
@@ -39,43 +39,65 @@ NO_HOOKS = Hooks()
 
 
 def default_folder() -> Path:
-    """The user's folder of tuned files if there is one, else the package's."""
-    return Path(str(tuned.folders()[-1]))
+    """The user's folder of tuned files, which layers look into.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if tuned.FOLDER is None:
+        raise ValueError(
+            f"{tuned.VARIABLE} or --output must name a folder for a user without a home, got none"
+        )
+    return Path(tuned.FOLDER)
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder, and check that files can be written to it.
+    """Check that files can be written to a folder, or that it can be made. Makes nothing.
 
     Raises:
         ValueError: they cannot.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with TemporaryFile(dir=there):
+            return
+    except OSError as error:
         raise ValueError(
-            f"the folder of tuned files must be writable, got {folder} (set MOE_OPS_TUNED_DIR to "
-            "another one, or pass --output)"
-        )
+            f"the folder must be writable, got {folder} ({error.strerror or error}); --output or "
+            f"{tuned.VARIABLE} names another one for tuned files"
+        ) from None
 
 
 def read(subject: Subject, folder: Path) -> dict[str, Any]:
-    """The entries of a layer's tuned file by number of tokens; empty without a file.
+    """The entries of a layer by number of tokens: those that its file in a folder has.
+
+    The user's file takes the place of the package's, so it continues the package's: entries that
+    only the package has are those of the user's folder, too.
 
     Raises:
         ValueError: an invalid file, or a file for another ``top_k``.
     """
-    path = folder / subject.file
+    packaged: dict[str, Any] = {}
+    if tuned.FOLDER is not None and folder == Path(tuned.FOLDER):
+        top_k, packaged = _entries(tuned.PACKAGED / subject.file)
+        packaged = packaged if top_k == subject.top_k else {}
+    top_k, entries = _entries(folder / subject.file)
+    if top_k not in (None, subject.top_k):
+        raise ValueError(f"{subject.file}: top_k must be {subject.top_k}, got {top_k}")
+    return _ordered({**packaged, **entries})
+
+
+def _entries(path: Any) -> tuple[int | None, dict[str, Any]]:
+    """``top_k`` and the entries of a file (a path or a resource); None without a file."""
     if not path.is_file():
-        return {}
+        return None, {}
     text = path.read_text(encoding="utf-8")
-    known = parse(path.name, text).top_k
-    if known != subject.top_k:
-        raise ValueError(f"{path.name}: top_k must be {subject.top_k}, got {known}")
-    record = json.loads(text)
-    return {key: record[key] for key in record if key != "top_k"}
+    top_k, record = parse(path.name, text).top_k, json.loads(text)
+    return top_k, {key: record[key] for key in record if key != "top_k"}
+
+
+def _ordered(entries: dict[str, Any]) -> dict[str, Any]:
+    return {key: entries[key] for key in sorted(entries, key=int)}
 
 
 def write(subject: Subject, folder: Path, entries: dict[str, Any]) -> None:
@@ -87,9 +109,8 @@ def write(subject: Subject, folder: Path, entries: dict[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / subject.file):
-        merged = {**read(subject, folder), **entries}
-        ordered = {key: merged[key] for key in sorted(merged, key=int)}
-        text = json.dumps({"top_k": subject.top_k, **ordered}, indent=1) + "\n"
+        merged = _ordered({**read(subject, folder), **entries})
+        text = json.dumps({"top_k": subject.top_k, **merged}, indent=1) + "\n"
         parse(subject.file, text)
         replace_file(folder / subject.file, text)
 

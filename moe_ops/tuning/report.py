@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moe_ops.brief import aligned
 from moe_ops.dispatch.tuned_file import HOPPER_SIZES, SIZES, written
 from moe_ops.tuning.search import Subject, Trial
 
@@ -20,7 +21,7 @@ def trials_table(trials: Iterable[Trial]) -> str:
     lines: list[Sequence[str]] = [("tokens", "GEMM", "rows", _SIZES)]
     for tokens, gemm, tiles in trials:
         lines.append((str(tokens), str(gemm), str(tiles.block_m), _sizes(written(tiles))))
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def trials_json(subject: Subject, trials: Iterable[Trial]) -> str:
@@ -39,7 +40,7 @@ def entries_table(entries: dict[str, Any]) -> str:
         times = [f"{entry[name]:.1f}" for name in ("default_us", "time_us")]
         lines.append((tokens, str(entry["BLOCK_M"]), *tiles, *times, f"{ratio:.2f}"))
     worst = max(ratios, default=1.0)
-    return f"{_aligned(lines)}\nthe analytic default takes at most {worst:.2f} times as long"
+    return f"{aligned(lines)}\nthe analytic default takes at most {worst:.2f} times as long"
 
 
 def entries_json(
@@ -71,11 +72,3 @@ def _sizes(gemm: dict[str, Any]) -> str:
         return f"{gemm['kernel']} {block_n} /{num_stages} /{group_m}{how}"
     block_n, block_k, group_m, num_warps, num_stages = (gemm[size] for size in SIZES)
     return f"{block_n}x{block_k} /{num_warps} /{num_stages} /{group_m}"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )

@@ -336,5 +336,5 @@ def test_layers_that_nobody_tuned():
     files = [path.name for path in resources.files("moe_ops.configs").iterdir()]
     for experts, _, hidden, inner in sizes:
         assert not any(f.startswith(f"E={experts},N={inner},K={hidden},") for f in files)
-    with pytest.raises(ValueError, match="unknown model 'untund'"):
+    with pytest.raises(ValueError, match="model must be one of .* got 'untund'"):
         problems.find_problems("untund")

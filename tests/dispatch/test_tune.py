@@ -259,11 +259,15 @@ def test_a_draft_that_cannot_be_written_leaves_the_file(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     """Nothing is timed before the error, which says what to do."""
-    rule = r"the folder of tuned files must be writable, got .*set MOE_OPS_TUNED_DIR"
+    rule = r"the folder must be writable, got .*--output or MOE_OPS_TUNED_DIR names another"
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=rule):
         files.tune(subject(), [8], tmp_path / "file" / "below", Clock(stop_after=0))
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+
+    def refused(**given):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "TemporaryFile", refused)  # root may write anywhere
     with pytest.raises(ValueError, match=rule):
         files.tune(subject(), [8], tmp_path, Clock(stop_after=0))
 

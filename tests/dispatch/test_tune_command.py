@@ -98,6 +98,10 @@ def test_tune_without_a_gpu(tmp_path, capsys):
     assert "NVIDIA H200" in error and "this machine has none" in error and "--dry-run" in error
     files.tune(subject(), [8], tmp_path, Clock())
     assert exit_code(command) == 0  # there is nothing to time
+    for more in ([], ["--dry-run"]):
+        assert exit_code(["tune", "--model", "tiny", *more]) == 2
+        error = capsys.readouterr().err
+        assert "--device must name a GPU" in error and "NVIDIA" not in error
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block128", "int4_w4a16_g128"])
@@ -155,8 +159,13 @@ def test_a_broken_file_is_an_error(clock, tmp_path, capsys):
 def test_a_file_that_cannot_be_written_is_an_error(clock, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     command = [*COMMAND, "--tokens", "8", "--output"]
-    assert exit_code([*command, str(tmp_path / "file")]) == 2
-    assert "must be writable" in capsys.readouterr().err and not clock.trials
+    wrong = str(tmp_path / "file")
+    with monkeypatch.context() as patch:  # before the weights are made, which takes a while
+        patch.setattr(cli, "_gemm_clock", None)
+        for options in ([wrong], [str(tmp_path), "--record", wrong + "/below"]):
+            assert exit_code([*command, *options]) == 2
+            assert f"the folder must be writable, got {options[-1]}" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["file"], "a check makes nothing"
 
     def full(descriptor):
         raise OSError(28, "No space left on device")

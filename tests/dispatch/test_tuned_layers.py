@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,14 +129,42 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_one_definition_of_the_folder(monkeypatch, tmp_path):
-    """`tune` continues what is read: the package's files, or the user's."""
-    monkeypatch.setattr(tuned, "FOLDER", None)
+    """`tune` writes to the user's folder, and continues there what the package has."""
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     (known,) = (x for by in tuned.read_all().values() for x in by.values() if x.sizes[1] == 8192
                 and x.scheme == "unquantized")  # fmt: skip
     entries = files.read(known, files.default_folder())
     assert list(entries) == [str(entry.num_tokens) for entry in known.entries] and entries
-    monkeypatch.setattr(tuned, "FOLDER", str(tmp_path))
-    assert files.default_folder() == tmp_path
+    files.write(known, files.default_folder(), {"3": entries[min(entries)]})
+    again = tuned.read_all()[known.device, known.scheme][known.sizes]
+    assert {entry.num_tokens for entry in again.entries} == {3, *map(int, entries)}
+    assert files.read(known, tmp_path / "other") == {}
+    monkeypatch.setattr(tuned, "FOLDER", None)
+    with pytest.raises(ValueError, match="MOE_OPS_TUNED_DIR or --output must name a folder"):
+        files.default_folder()
+
+
+FOLDERS = {
+    "named": ({"MOE_OPS_TUNED_DIR": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
+    "cache": ({"MOE_OPS_TUNED_DIR": "", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/moe_ops/tuned"),
+    "home": ({"XDG_CACHE_HOME": "b", "HOME": "/c"}, "/c/.cache/moe_ops/tuned"),
+    "no home": ({"HOME": "c"}, None),
+}
+
+
+def test_the_folder_of_a_user(monkeypatch):
+    """A cache that does not exist is no error; a folder that was named must exist."""
+    wrong = []
+    for case, (variables, folder) in FOLDERS.items():
+        for name in ("MOE_OPS_TUNED_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        code = "from moe_ops.dispatch import tuned; print(tuned.FOLDER, len(tuned.folders()))"
+        found = python(code).stdout.split()
+        if found != [str(folder), "2" if case == "named" else "1"]:
+            wrong.append((case, found))
+    assert not wrong
 
 
 TUNE = """
@@ -153,21 +180,18 @@ sys.exit(cli.main([sys.argv[1], *sizes.split()]))
 """
 
 
-@pytest.mark.parametrize("theirs", [False, True], ids=["package", "folder"])
+@pytest.mark.parametrize("theirs", [False, True], ids=["cache", "folder"])
 def test_what_one_process_tunes_the_next_one_finds(theirs, tmp_path):
-    """In the package's folder (of a copy of the package) and in the user's."""
-    for folder in ("moe_ops", "fake_impls"):
-        leave = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=leave)
-    (tmp_path / "tests").symlink_to(CHECKOUT / "tests")
+    """In the user's cache, and in a folder that the user names."""
     user = tmp_path / "tuned" / "mine"
-    expected = user if theirs else tmp_path / "moe_ops" / "configs"
+    expected = user if theirs else tmp_path / "cache" / "moe_ops" / "tuned"
 
     def run(command):
         return json.loads(subprocess.run(
-            [sys.executable, "-c", TUNE, command], capture_output=True, text=True, cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path),
-                 "MOE_OPS_TUNED_DIR": str(user) if theirs else ""},
+            [sys.executable, "-c", TUNE, command], capture_output=True, text=True, cwd=CHECKOUT,
+            env={**os.environ,
+                 "MOE_OPS_TUNED_DIR": str(user) if theirs else "",
+                 "XDG_CACHE_HOME": str(tmp_path / "cache")},
         ).stdout)  # fmt: skip
 
     path = Path(run("tune")["file"])

@@ -169,6 +169,17 @@ def test_layers_are_fused_experts(name, data):
         assert (out is dispatched.hidden_states) == inplace
 
 
+def test_the_log_says_what_runs(engine, log):
+    """One line for each kind of layer, as vLLM's log has it."""
+    function, config = registered(engine), sglang.MoeRunnerConfig(inplace=False)
+    for name in ("unquantized", "fp8_channel", "unquantized"):
+        dispatched, info, _ = problem(name)
+        function(dispatched, info, config)
+    said = [record.getMessage() for record in log.records]
+    kinds = ("unquantized, silu", "fp8_channel, silu")
+    assert said == [f"moe_ops: runs the experts: {kind}" for kind in kinds]
+
+
 @pytest.mark.parametrize("name", ["int4_w4a16_g32", "int4_w4a16_g32_zp", "int8_w8a16_g32"])
 def test_grouped_weights_are_those_of_sglangs_kernel(name):
     """Codes minus zero point (or half the range), times the group's scale; even columns low."""
@@ -298,7 +309,8 @@ def test_what_is_not_served_falls_back(engine, log, scheme, target, values, reas
     core = engine.factories["moe_ops"](config)
     assert core.runner_backend == "moe_ops"
     if reason is None:
-        assert isinstance(results[0], torch.Tensor) and not log.records
+        assert isinstance(results[0], torch.Tensor)
+        assert [f"runs the experts: {scheme}" in record.message for record in log.records] == [True]
         again = core.run_from_dispatch(dispatched, info, config).hidden_states
         assert torch.equal(again, results[0])
         with pytest.raises(NotImplementedError, match="hooks"):

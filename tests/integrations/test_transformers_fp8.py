@@ -124,8 +124,7 @@ def test_gate_rows_that_do_not_fill_their_last_block(width, scale_fmt):
 @torch.no_grad()
 def test_packed_fp4():
     """Weights alone are quantized: the error is that of bf16 roundings."""
-    config = fp8.Config(**FP4)
-    module = fp8.experts(config, block_size=(128, 128), scale_fmt="ue8m0")
+    module = fp8.experts(**FP4, block_size=(128, 128), scale_fmt="ue8m0")
     x, ids, weights = fp8.routed(20)
     exact = fp8.oracle(module, x, ids, weights)
     plain = copy.deepcopy(module)
@@ -217,17 +216,17 @@ def test_weights_that_are_floats_again():
 
 FP4 = {"expert_dtype": "fp4"}
 UNSUPPORTED = {
-    "weight_block_size .1, 32. .powers of two from 16 on work": ({"block_size": (1, 32)}, {}, None),
-    "weight_block_size .96, 96. .powers of two": ({"block_size": (96, 96)}, {}, None),
+    "weight_block_size .1, 32. .powers of two from 16 on work": ({"block_size": (1, 32)}, None),
+    "weight_block_size .96, 96. .powers of two": ({"block_size": (96, 96)}, None),
     "scales .4, 7, 2. of a weight": (
-        BLOCKS["128"], {}, ("gate_up_proj_scale_inv", torch.ones(4, 7, 2)),
+        BLOCKS["128"], ("gate_up_proj_scale_inv", torch.ones(4, 7, 2)),
     ),
     "weights of torch.int16 .e4m3 and packed fp4 work": (
-        BLOCKS["128"], {}, ("gate_up_proj", torch.ones(4, 256, 160).to(torch.int16)),
+        BLOCKS["128"], ("gate_up_proj", torch.ones(4, 256, 160).to(torch.int16)),
     ),
-    "fp4 weights with scales of torch.float32 .scale_fmt='ue8m0' works": ({}, FP4, None),
+    "fp4 weights with scales of torch.float32 .scale_fmt='ue8m0' works": (FP4, None),
     "static activation scales with fp4": (
-        {"activation_scheme": "static", "scale_fmt": "ue8m0"}, FP4, None,
+        {**FP4, "activation_scheme": "static", "scale_fmt": "ue8m0"}, None,
     ),
 }  # fmt: skip
 
@@ -235,8 +234,8 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("case", UNSUPPORTED.items(), ids=UNSUPPORTED)
 @torch.no_grad()
 def test_what_is_not_supported_is_said(case):
-    message, (arguments, config, change) = case
-    module = fp8.experts(fp8.Config(**config), **arguments)
+    message, (arguments, change) = case
+    module = fp8.experts(**arguments)
     if change is not None:
         setattr(module, change[0], nn.Parameter(change[1], False))
     with pytest.raises(NotImplementedError, match=f"got FP8Experts with {message}"):

@@ -17,10 +17,9 @@ from moe_ops.integrations import _forwards  # noqa: E402
 CLASSES = tiny.decorated_classes()
 NAMES = [name for _, name in CLASSES]
 
-UNSUPPORTED = {"MuseSparkExperts": "must not have a norm after each expert"}
-UNFUSED = {"Inkling2Experts"}
-"""Classes whose gate runs between the GEMMs (its act_fn is a module of its own)."""
-FLOAT32 = {"Inkling2TopKRouter"}
+PATHS = {"MuseSparkExperts": "normed_experts"}
+"""Classes that another function runs than `fused_experts`."""
+FLOAT32 = {"Inkling2TopKRouter", "Inkling2LoopTopKRouter"}
 """Modules that cast what comes in to float32, so that their weights must stay it."""
 
 
@@ -46,6 +45,7 @@ def paths(monkeypatch):
 
     spy("fused_experts")
     spy("gated_experts")
+    spy("normed_experts")
     return counts
 
 
@@ -79,11 +79,6 @@ def calls_of_experts(model):
 def test_logits_equal_eager(module, name, paths, device):
     """Four times eager's own error against float64, once for each experts module called."""
     model, arguments = tiny.build(module, name, device)
-    if name in UNSUPPORTED:
-        with pytest.raises(NotImplementedError, match=UNSUPPORTED[name]):
-            output(model, "moe_ops", arguments)
-        assert {found.class_name for found in integration.check(model)} == {name}
-        return
     eager = output(model, "eager", arguments)
     oracle = exact(model, arguments)
     budget = 4 * (eager - oracle).abs().max()
@@ -94,8 +89,7 @@ def test_logits_equal_eager(module, name, paths, device):
     error = (output(model, "moe_ops", arguments) - oracle).abs().max()
     assert error <= budget
     assert integration.check(model) == []
-    expected = "gated_experts" if name in UNFUSED else "fused_experts"
-    assert paths == {expected: len(calls)}
+    assert paths == {PATHS.get(name, "fused_experts"): len(calls)}
     assert len(calls) >= 1
 
     paths["mute"] = 1

@@ -1,6 +1,7 @@
 """gpt-oss with MXFP4 experts, adapted: from checkpoints' blocks and triton_kernels' layouts."""
 
 import copy
+import importlib.util
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -71,20 +72,47 @@ def in_triton_kernels(experts, tensors):
         setattr(experts, f"{name}_precision_config", SimpleNamespace(weight_scale=scale))
 
 
+class Block(nn.Module):
+    """``Mxfp4GptOssMLP`` of transformers 5.21, which calls neither its router nor its experts."""
+
+    def __init__(self, router, experts):
+        super().__init__()
+        self.router, self.experts = router, experts
+
+    def forward(self, hidden_states):
+        raise AssertionError("triton_kernels")
+
+
+def of_a_class(mlp, experts):
+    """A block as transformers 5.21 and later load it."""
+    return getattr(mxfp4, "Mxfp4GptOssMLP", Block)(mlp.router, experts)
+
+
+def with_a_forward(mlp, experts):
+    """A block as earlier transformers load it."""
+    mlp.experts = experts
+    mlp.forward = MethodType(mxfp4.mlp_forward, mlp)
+    return mlp
+
+
+KINDS = [of_a_class, with_a_forward if hasattr(mxfp4, "mlp_forward") else of_a_class]
+"""How each layer is loaded: in both ways that the installed transformers knows, or nearly."""
+
+
 def models(store):
     """A model as transformers loads MXFP4 (its forward needs a GPU), and one dequantized by it."""
     torch.manual_seed(0)
     config = transformers.GptOssConfig(**SIZES)
     plain = transformers.GptOssForCausalLM(config).eval()
     quantized = copy.deepcopy(plain)
-    for seed, (mlp, own) in enumerate(zip(blocks(quantized), blocks(plain), strict=True)):
+    for seed, (layer, own) in enumerate(zip(quantized.model.layers, blocks(plain), strict=True)):
         tensors = checkpoint(config, seed)
-        mlp.experts = Mxfp4GptOssExperts(config)
-        store(mlp.experts, tensors)
-        mlp.forward = MethodType(mxfp4.mlp_forward, mlp)
+        experts = Mxfp4GptOssExperts(config)
+        store(experts, tensors)
+        layer.mlp = KINDS[seed](layer.mlp, experts)
         for name in PROJECTIONS:
             bias = nn.Parameter(tensors[f"{name}_bias"], False)
-            setattr(mlp.experts, f"{name}_bias", bias)
+            setattr(experts, f"{name}_bias", bias)
             setattr(own.experts, f"{name}_bias", bias)
             stored = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
             weight = mxfp4.convert_moe_packed_tensors(*stored, dtype=torch.float32)
@@ -93,7 +121,7 @@ def models(store):
 
 
 def blocks(model):
-    return [m for m in model.modules() if type(m).__name__ == "GptOssMLP"]
+    return [layer.mlp for layer in model.model.layers]
 
 
 STORES = [in_blocks, in_triton_kernels]
@@ -145,7 +173,7 @@ def test_packed_for_a_gpu_that_reads_the_form(store, monkeypatch):
 
     monkeypatch.setattr(_mxfp4, "reads_packed", reads)
     integration.adapt(model)
-    assert seen == [("mxfp4_w4a16", torch.bfloat16)] * 4
+    assert set(seen) == {("mxfp4_w4a16", torch.bfloat16)}
     for mlp in blocks(model):
         assert mlp.experts.gate_up_proj.dtype == torch.int32
         assert mlp.experts.down_proj.dtype == torch.uint8
@@ -219,14 +247,90 @@ def test_adapters_of_peft_are_refused():
         model(torch.arange(3, 14)[None])
 
 
-def test_what_cannot_be_adapted_is_said():
+def hooked(module):
+    module._is_hooked = True
+
+
+def with_own_forward(module):
+    module.forward = lambda *_: None
+
+
+def cut(experts):
+    experts.down_proj_scales = nn.Parameter(experts.down_proj_scales[:, :, :2], False)
+
+
+def without_a_bias(experts):
+    experts.gate_up_proj_bias = nn.Parameter(experts.gate_up_proj_bias[:, 1:], False)
+
+
+def without_a_layout(experts):
+    experts.down_proj.storage.layout = None
+
+
+SIZE = r"mlp.experts.down_proj_scales.shape\[2\] must be the module's size = 3"
+FAILURES = [
+    (lambda block: hooked(block), in_blocks, NotImplementedError, "mlp must hold all its experts"),
+    (lambda block: hooked(block.experts), in_triton_kernels, NotImplementedError,
+     "mlp must hold all its experts .*, got model.layers.1.mlp.experts under"),
+    (lambda block: hooked(block.router), in_blocks, NotImplementedError, "must hold all its exp"),
+    (with_own_forward, in_blocks, ValueError, "mlp must not have a forward of its own"),
+    (lambda block: with_own_forward(block.experts), in_triton_kernels, ValueError,
+     "mlp.experts must not have a forward of its own"),
+    (lambda block: cut(block.experts), in_blocks, ValueError, SIZE),
+    (lambda block: without_a_bias(block.experts), in_triton_kernels, ValueError, "bias.shape"),
+    (lambda block: without_a_layout(block.experts), in_triton_kernels, AttributeError, "unswizz"),
+    (lambda block: setattr(block.experts, "limit", None), in_blocks, TypeError, "experts.limit"),
+    (lambda block: setattr(block.experts, "limit", -1.0), in_blocks, ValueError, "clamp_limit"),
+    (lambda block: with_own_forward(block.router), in_blocks, TypeError, "unpack"),
+]  # fmt: skip
+
+
+def state(model):
+    """All that `adapt` may change."""
+    modules = dict(model.named_modules())
+    keys = {name: {*m.__dict__, *m._parameters} for name, m in modules.items()}
+    forwards = {name: m.__dict__.get("forward") for name, m in modules.items()}
+    held = [id(x) for m in modules.values() for x in vars(m).values()]
+    return keys, forwards, held, {name: x.data_ptr() for name, x in model.named_parameters()}
+
+
+def test_what_cannot_be_adapted_leaves_the_model_as_it_was():
+    """A later layer fails, in every way: the layer before it is not converted either."""
+    for break_, store, error, match in FAILURES:
+        model, _ = models(store)
+        break_(blocks(model)[1])
+        before = state(model)
+        with pytest.raises(error, match=match):
+            integration.adapt(model)
+        assert state(model) == before
+        assert len(integration.check(model)) == 2
+
+
+def test_experts_that_transformers_has_split_over_ranks(tmp_path):
+    """By its own code, which has hooked other modules since 5.21; here over one rank."""
     model, _ = models(in_blocks)
-    blocks(model)[0]._is_hooked = True
+    plan = {f"model.{name}": style for name, style in model.config.base_model_ep_plan.items()}
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        if importlib.util.find_spec("transformers.distributed.expert_parallel"):
+            parallel = importlib.import_module("transformers.distributed.expert_parallel")
+            layers = {k.replace("*", str(i)): style for k, style in plan.items() for i in range(2)}
+            parallel.apply_expert_parallelism(model, mesh, mesh, layers)
+        else:
+            parallel = importlib.import_module("transformers.distributed.tensor_parallel")
+            model._tp_plan = plan
+            parallel.apply_tensor_parallelism(model, mesh)
+    finally:
+        torch.distributed.destroy_process_group()
     with pytest.raises(NotImplementedError, match="model.layers.0.mlp must hold all its experts"):
         integration.adapt(model)
+
+
+def test_a_block_that_runs_another_forward_is_named():
+    """As after transformers' kernels have replaced it."""
     model, _ = models(in_blocks)
-    experts = blocks(model)[1].experts
-    experts.down_proj_scales = nn.Parameter(experts.down_proj_scales[:, :, :2], False)
-    match = r"model.layers.1.mlp.experts.down_proj_scales.shape\[2\] must be the module's size = 3"
-    with pytest.raises(ValueError, match=match):
-        integration.adapt(model)
+    integration.adapt(model)
+    del blocks(model)[1].forward
+    assert [f.name for f in integration.check(model)] == ["model.layers.1.mlp.experts"]

@@ -154,10 +154,31 @@ def test_what_is_refused(model, ids):
     x, slots = torch.zeros(2, 32, device=ids.device), torch.zeros(2, 2, device=ids.device)
     with pytest.raises(NotImplementedError, match="adapter_names must be None for adapters of exp"):
         outer(x, slots.long(), slots, adapter_names=["a", "b"])
-    del outer.forward
-    outer.parameter_name = "router"
-    with pytest.raises(NotImplementedError, match="must have adapters of .* got an adapter of rou"):
+
+
+def test_what_cannot_be_adapted_leaves_the_model_as_it_was(model, monkeypatch):
+    """A later layer fails: no wrapper is adapted."""
+    first, last = experts_of(model)[0], experts_of(model)[-1]
+    experts = _peft.wrappers_of(last)[1]
+    unknown = type("Float8Tensor", (torch.Tensor,), {})(experts.down_proj.shape)
+    failures = [
+        (last, {"parameter_name": "router"}, "must have adapters of .* got an adapter of router"),
+        (experts, {"act_fn": torch.nn.Mish()}, "must have adapters of .* got another activation"),
+        (experts, {"down_proj": unknown}, "must have supported weights, got"),
+    ]
+    for module, changes, match in failures:
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                patch.setitem(module.__dict__, name, value)  # found before a parameter or module
+            with pytest.raises(NotImplementedError, match=match):
+                integration.adapt(model)
+            assert "forward" not in first.__dict__ and "merge" not in first.__dict__
+    last.forward = print
+    with pytest.raises(ValueError, match="must not have a forward of its own"):
         integration.adapt(model)
+    assert "forward" not in first.__dict__
+    del last.forward
+    assert len(integration.adapt(model)) == len(experts_of(model))
 
 
 def test_adapters_of_fp8_experts():

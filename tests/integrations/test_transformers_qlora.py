@@ -204,3 +204,18 @@ def test_fp8_experts_of_transformers():
     x, ids = torch.ones(3, 160), torch.zeros(3, 1, dtype=torch.long)
     with pytest.raises(NotImplementedError, match=r"PEFT adds adapters to \(adapt\(model\) runs"):
         integration.moe_ops_fp8_experts(experts, x, ids, torch.ones(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"block_size": (32, 32), "activation_scheme": "static"}, "dynamic scales of activations"),
+        ({"block_size": (24, 24)}, "must have supported experts, got FP8Experts with weight_block"),
+    ],
+)
+def test_fp8_experts_that_cannot_be_adapted_leave_the_others_as_they_are(arguments, match):
+    kinds = ({"block_size": (32, 32)}, arguments)
+    experts = [ParamWrapper(fp8_transformers.experts(**kind), "down_proj") for kind in kinds]
+    with pytest.raises(NotImplementedError, match=match):
+        integration.adapt(nn.ModuleList(experts))
+    assert not any({"forward", "merge"} & set(wrapper.__dict__) for wrapper in experts)

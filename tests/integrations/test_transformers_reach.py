@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import logging
+import subprocess
 import sys
 
 import pytest
@@ -18,7 +20,7 @@ from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7 
 
 import moe_ops  # noqa: E402
 import moe_ops.integrations.transformers as integration  # noqa: E402
-from moe_ops.integrations import _llama4  # noqa: E402
+from moe_ops.integrations import _engines, _llama4  # noqa: E402
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -57,12 +59,23 @@ def dbrx():
     return transformers.DbrxModel(config)
 
 
-def longcat():
-    return of(
-        "LongcatFlashModel", "LongcatFlashConfig", **SMALL, ffn_hidden_size=24,
-        expert_ffn_hidden_size=24, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
-        kv_lora_rank=8, q_lora_rank=8, num_layers=1,
-    )  # fmt: skip
+def longcat(**sizes):
+    sizes = {
+        **SMALL, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 24, "n_routed_experts": 4,
+        "zero_expert_num": 2, "moe_topk": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "num_layers": 1,
+        **sizes,
+    }  # fmt: skip
+    sizes["num_hidden_layers"] = 2 * sizes["num_layers"]
+    torch.manual_seed(0)
+    model = of("LongcatFlashModel", "LongcatFlashConfig", **sizes)
+    for experts in longcat_experts(model):
+        nn.init.normal_(experts.gate_up_proj, std=0.3)
+        nn.init.normal_(experts.down_proj, std=0.3)
+    return model
+
+
+def longcat_experts(model):
+    return [m for m in model.modules() if type(m).__name__ == "LongcatFlashExperts"]
 
 
 def doge():
@@ -158,11 +171,6 @@ def test_dispatched_modules_say_what_keeps_them():
     model.set_experts_implementation("moe_ops")
     assert integration.check(model) == []
     experts = model.model.layers[1].mlp.experts
-    experts.has_post_expert_norm = True
-    assert [f.reason for f in integration.check(model)] == [
-        "a norm after each expert (has_post_expert_norm) is not supported"
-    ]
-    experts.has_post_expert_norm = False
     experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), False)
     assert [f.reason for f in integration.check(model)] == [
         "weights of torch.float8_e4m3fn are not supported"
@@ -238,13 +246,73 @@ def test_llama4_block_compiles_whole():
 
 
 def test_llama4_is_left_alone_when_it_cannot_be_adapted():
-    model = tiny_llama4(hidden_act="mish")
-    with pytest.raises(NotImplementedError, match="model.layers.0.feed_forward.*got Mish"):
-        integration.adapt(model)
-    model = tiny_llama4()
-    llama4_blocks(model)[0].forward = lambda x: x
-    with pytest.raises(ValueError, match="model.layers.0.feed_forward must not have a forward"):
-        integration.adapt(model)
+    """A later block fails: no block gets a forward."""
+    failures = [
+        ("experts.act_fn", lambda x: x, NotImplementedError, "feed_forward .*, got function"),
+        ("forward", lambda x: x, ValueError, "feed_forward must not have a forward"),
+        ("experts.forward", lambda x: x, ValueError, "feed_forward.experts must not have a forw"),
+        ("experts._is_hooked", True, NotImplementedError, "feed_forward must hold all its"),
+    ]
+    for path, value, error, match in failures:
+        model = tiny_llama4()
+        first, second = llama4_blocks(model)
+        owner, _, attribute = path.rpartition(".")
+        owner = second.get_submodule(owner)
+        owner._modules.pop(attribute, None)
+        setattr(owner, attribute, value)
+        with pytest.raises(error, match=f"model.layers.1.{match}"):
+            integration.adapt(model)
+        assert "forward" not in first.__dict__
+        assert len(integration.check(model)) == 2
+
+
+def test_longcat_equals_its_own_code():
+    """Values and gradients, also where a token has more slots than there are weights."""
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    for sizes in ({"num_layers": 2}, {"n_routed_experts": 1, "moe_topk": 3}):
+        models = [longcat(**sizes) for _ in range(3)]
+        names = integration.adapt(models[0])
+        assert names == [f"layers.{i}.mlp.experts" for i in range(len(names))]
+        assert integration.adapt(models[0]) == [] == integration.check(models[0])
+        models[2].double()
+        found = []
+        for model in models:
+            out = model(ids).last_hidden_state
+            scale = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+            (out * scale).sum().backward()
+            experts = [p.grad for m in longcat_experts(model) for p in m.parameters()]
+            found.append([out, *experts, model.embed_tokens.weight.grad])
+        for ours, theirs, exact in zip(*found, strict=True):
+            budget = 4 * (theirs - exact).abs().max()
+            assert 0 < budget < 1e-3 * exact.abs().max()
+            assert (ours - exact).abs().max() <= budget
+
+
+def test_longcat_compiles_whole():
+    block = longcat().layers[0].mlp
+    integration.adapt(block)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
+    for length in (7, 5, 64):
+        x = torch.randn(1, length, 32)
+        torch._dynamo.mark_dynamic(x, 1)
+        assert torch.equal(compiled(x), block(x))
+    assert backend.frame_count == 1
+
+
+def test_longcat_is_left_alone_when_it_cannot_be_adapted():
+    for attribute, value, error, match in (
+        ("act_fn", nn.Mish(), NotImplementedError, "must have an activation of this lib.*got Mish"),
+        ("forward", print, ValueError, "must not have a forward of its own"),
+        ("_is_hooked", True, NotImplementedError, "must hold all its experts"),
+    ):
+        model = longcat(num_layers=2)
+        first, second = longcat_experts(model)
+        setattr(second, attribute, value)
+        with pytest.raises(error, match=f"layers.1.mlp.experts {match}"):
+            integration.adapt(model)
+        assert not integration._longcat.is_adapted(first)
+        assert len(integration.check(model)) == 2
 
 
 @pytest.mark.parametrize("peft", [False, True])
@@ -322,3 +390,59 @@ def test_without_transformers_or_with_an_old_one(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, f"transformers.integrations.{missing}", None)
     with pytest.raises(ImportError, match='needs transformers 5.17 or .* "transformers>=5.17"'):
         importlib.import_module(integration.__name__)
+
+
+def test_one_line_says_that_a_model_keeps_transformers_code(caplog, monkeypatch, tmp_path):
+    """However it was told to run "moe_ops"; none where everything is reached, or nothing asked."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")  # other tests ask for less
+    _engines.say_once.cache_clear()
+    qwen, llama, said = (
+        tiny_qwen(),
+        tiny_llama4(),
+        "Llama4ForCausalLM keeps transformers' code in 2",
+    )
+    llama.set_experts_implementation("eager")
+    qwen.set_experts_implementation("moe_ops")
+    qwen.save_pretrained(tmp_path / "qwen")
+    llama.save_pretrained(tmp_path / "llama")
+    ours, wrong = {"experts_implementation": "moe_ops"}, []
+    ways = {
+        "reached": lambda: type(qwen).from_pretrained(tmp_path / "qwen", **ours),
+        "nothing asked": lambda: type(llama).from_pretrained(tmp_path / "llama"),
+        "from_pretrained": lambda: type(llama).from_pretrained(tmp_path / "llama", **ours),
+        "from_config": lambda: transformers.AutoModelForCausalLM.from_config(llama.config, **ours),
+        "loading info": lambda: type(llama).from_pretrained(
+            tmp_path / "llama", output_loading_info=True, **ours
+        ),
+        "set": lambda: tiny_llama4().set_experts_implementation("moe_ops"),
+        "set by a dict": lambda: tiny_llama4().set_experts_implementation({"": "moe_ops"}),
+    }
+    for way, choose in ways.items():
+        for _ in range(2):
+            choose()
+        seen = {id(record): record for record in caplog.records}  # several handlers may see one
+        lines = [r.getMessage() for r in seen.values() if r.name == "transformers.moe_ops"]
+        if (len(lines) != 1 or said not in lines[0]) if way not in QUIET else lines:
+            wrong.append((way, lines))
+        caplog.clear()
+        _engines.say_once.cache_clear()
+    assert not wrong
+
+
+QUIET = ("reached", "nothing asked")
+FIRST = """
+import sys, transformers
+import moe_ops
+from moe_ops.demo import MODEL
+assert "transformers.modeling_utils" not in sys.modules
+model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, experts_implementation="moe_ops")
+assert moe_ops.integrations.transformers.check(model) == []
+"""
+
+
+@pytest.mark.slow
+def test_transformers_may_be_imported_first():
+    """The README's example imports it last."""
+    run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -31,11 +31,14 @@ class Stored(torch.Tensor):
         self.__dict__.update(self.rest)
 
     def __tensor_flatten__(self):
-        return ["qdata", "scale"], self.rest
+        """Every tensor by its name: torch 2.14 takes none beside them."""
+        tensors = [name for name, value in self.rest.items() if isinstance(value, torch.Tensor)]
+        rest = {name: value for name, value in self.rest.items() if name not in tensors}
+        return ["qdata", "scale", *tensors], rest
 
     @classmethod
     def __tensor_unflatten__(cls, inner, rest, size, stride):
-        return cls(inner["qdata"], inner["scale"], size, **rest)
+        return cls(**inner, shape=size, **rest)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -186,6 +186,15 @@ def test_support(engine, log, change, scheme, reason):
     assert [reason in record.message for record in log.records] == [True] * (reason is not None)
 
 
+def test_a_hook_on_the_rows_of_gemm_2_is_declined(engine):
+    """vLLM 0.33 sets it on the experts that it has made; ours would not call it."""
+    made = engine.experts.MoeOpsExperts(layer(), vllm.FusedMoEQuantConfig())
+    assert made.post_gemm2_hook is None
+    made.post_gemm2_hook = None
+    with pytest.raises(NotImplementedError, match="post_gemm2_hook must be None.*MOE_OPS_VLLM=0"):
+        made.post_gemm2_hook = lambda rows, output: None
+
+
 def test_formats(engine, log):
     standard, batched = engine.experts.MoeOpsExperts, engine.experts.BatchedMoeOpsExperts
     for ours, theirs in ((standard, BATCHED), (batched, STANDARD)):

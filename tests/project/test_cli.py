@@ -44,10 +44,13 @@ def test_every_command_has_help(command, capsys):
     [
         ("--model", "qwen4-1b", ["tiny", "mixtral", "qwen3-30b-a3b", "kimi-k2"]),
         ("--model", "tiny,qwen4-1b", ["qwen4-1b", "deepseek-r1"]),
-        ("--scheme", "fp7", ["bf16", "unquantized"]),
+        ("--scheme", "fp7", ["fp8_channel", "unquantized"]),
         ("--impls", "mine", ["moe_ops", "hf-grouped_mm", "vllm-triton"]),
         ("--routing", "even", ["uniform", "zipf"]),
-        ("--device", "sm_10", ["choose from"]),
+        ("--device", "sm_10", ["sm_90", "h100"]),
+        ("--device", "b200", ["device must be that of this machine", "got 'b200'"]),
+        ("--time-budget-s", "-1", ["at least 0, got '-1'"]),
+        ("--time-budget-s", "nan", ["at least 0, got 'nan'"]),
         ("--tokens", "1,many", ["positive integer"]),
         ("--tokens", "0", ["positive integer"]),
         ("--tokens", "", ["nothing given"]),
@@ -69,6 +72,7 @@ def test_unknown_values(option, value, known, capsys):
         ("--device", "sm_10", ["cpu", "sm_80", "sm_90", "sm_120"]),
         ("--tokens", "1,many", ["positive integer"]),
         ("--tokens", "0", ["positive integer"]),
+        ("--tokens", "9999999999", ["at most 2147483647, got 9999999999"]),
         ("--format", "sparse", ["standard", "batched"]),
         ("--format", "batched", ["--max-num-tokens"]),
         ("--max-num-tokens", "8", ["--format batched"]),
@@ -146,6 +150,37 @@ def test_explain_where_nothing_serves(capsys):
     printed = capsys.readouterr().out
     assert "no implementation serves this" in printed
     assert "TritonExperts" in printed and "current device sm_80" in printed
+
+
+def test_explain_names_gpus(capsys):
+    """By a short name, by the full one, or by an architecture, for which one GPU stands."""
+    found = {}
+    for name in ("h100", "H200", "NVIDIA H200", "sm_90", "b200"):
+        assert exit_code(["explain", "--model", "tiny", "--device", name, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        found[name] = (record["device"], record["gpu"])
+    h200 = ("sm_90", "NVIDIA H200")
+    assert found == {
+        "h100": ("sm_90", "NVIDIA H100 80GB HBM3"), "H200": h200, "NVIDIA H200": h200,
+        "sm_90": h200, "b200": ("sm_100", "NVIDIA B200"),
+    }  # fmt: skip
+
+
+def test_explain_says_that_references_run_on_a_cpu(capsys):
+    assert exit_code(["explain", "--model", "tiny", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("no kernel runs on a CPU: the references run") and "h100" in lines[1]
+
+
+def test_help_lists_schemes_and_has_examples(capsys):
+    wrong = []
+    for command in cli.COMMANDS:
+        assert exit_code([command, "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        wrong += [] if "examples:" in text else [command]
+        if command in ("bench", "explain", "tune"):
+            wrong += [(command, name) for name in moe_ops.SCHEMES if name not in text]
+    assert not wrong
 
 
 def test_explain_needs_no_triton():
@@ -229,6 +264,9 @@ def test_one_layer_is_asked_for(command, given, capsys):
         ("--sizes 8,0,64,32", "four positive integers"),
         ("--sizes 8,2,64,-1", "four positive integers"),
         ("--sizes 8,9,64,32", "at most the 8 experts, got 9"),
+        ("--sizes 8,2,64,9999999999", "intermediate_size must be at most 2147483647"),
+        ("--sizes 8,2,9999999999,64", "hidden_size must be at most 2147483647"),
+        ("--sizes 9999,2,64,64", "num_experts must be in 1..4096, got 9999"),
         ("--config nowhere.json", "got 'nowhere.json'"),
     ],
 )
@@ -293,7 +331,7 @@ def test_bench_of_sizes_and_of_a_configuration(capsys, quantized_model, tmp_path
 
 def test_bench_of_many_ranks_needs_the_gpus(capsys):
     assert exit_code(["bench", "--ranks", "99", "--scheme", "fp7"]) == 2
-    assert "unknown scheme" in capsys.readouterr().err
+    assert "scheme must be one of" in capsys.readouterr().err
     assert exit_code(["bench", "--ranks", "99", *SIZES.split()]) == 2
     assert "--ranks 99 needs as many GPUs" in capsys.readouterr().out
 
@@ -307,6 +345,15 @@ def test_bench_of_many_ranks_needs_the_gpus(capsys):
         ("explain --model tiny --device sm_9", None),
         ("tune --model tiny --device sm_91", "sm_90"),
         ("bench --scheme fp8_chanel", "fp8_channel"),
+        ("bench --scheme fp8", "fp8_channel"),
+        ("explain --model tiny --scheme fp8", "fp8_channel"),
+        ("explain --model tiny --scheme int8", "int8_channel"),
+        ("explain --model tiny --scheme fp16", "unquantized"),
+        ("explain --model tiny --scheme nvf", "nvfp4"),
+        ("explain --model tiny --activation swiglu", "silu"),
+        ("explain --model tiny --activation geglu", "gelu"),
+        ("explain --model tiny --device h10", "h100"),
+        ("explain --model deepseek", "deepseek-v3"),
     ],
 )
 def test_did_you_mean(arguments, meant, capsys):

@@ -139,7 +139,8 @@ def test_the_parts_of_a_record(monkeypatch, tmp_path):
 def test_a_record_needs_a_commit(monkeypatch, tmp_path):
     """Two copies without git would merge, whatever their code is."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MOE_OPS_COMMIT", raising=False)
+    for name in ("MOE_OPS_COMMIT", "MOE_OPS_RECORD"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     record.pytest_configure(None)  # writes no record
     monkeypatch.setenv("MOE_OPS_RECORD", str(tmp_path / "gpu_tests.json"))

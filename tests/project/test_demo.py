@@ -1,6 +1,7 @@
 """The parts of the demo that run no model; `make demo` runs the rest, and checks what it claims."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,21 @@ def test_windows_with_a_router_tie_are_not_compared():
     assert demo.difference(near, far, [False, False]) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_first_that_no_kernel_runs(monkeypatch, capsys):
+    model = SimpleNamespace(num_parameters=lambda: 1)
+    made = {
+        "load": model, "find_router_ties": [False], "measure": result(),
+        "quality_lines": [["experts in"]],
+    }  # fmt: skip
+    for name, value in made.items():
+        monkeypatch.setattr(demo, name, lambda *given, value=value, **more: value)
+    monkeypatch.setattr("sys.argv", ["demo"])
+    demo.main()
+    printed = capsys.readouterr().out
+    assert 0 < printed.index("No kernel runs here") < printed.index("experts run by")
+
+
 def test_tokens_are_copied():
     tokens = torch.arange(5)
     batch = of_any_length(tokens[-1:])
@@ -76,4 +92,5 @@ def test_recorded_times(tmp_path):
 def test_without_records_there_is_what_explain_says(tmp_path):
     head, first, *_ = records.kernel_lines(tmp_path)
     assert head == ["layer", "tokens", "kernel of GEMM 1", "floor us"]
+    assert not records.missing(tmp_path), "no GPU is named"
     assert first[:2] == ["qwen3-30b, bf16", "1"] and float(first[3]) > 0

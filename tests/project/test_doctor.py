@@ -18,7 +18,7 @@ def test_all_is_well_here(capsys):
     assert torch.__version__ in captured.out and captured.out.endswith("all is well\n")
     assert "self-test of unquantized" in captured.err
     if not torch.cuda.is_available():
-        assert "the CPU: the references" in captured.out and "GPU         none" in captured.out
+        assert "the CPU: the references" in captured.out and "GPU          none" in captured.out
 
 
 def test_json(capsys):
@@ -57,7 +57,7 @@ def test_tuned_files_that_are_not_used_are_problems(monkeypatch, tmp_path, capsy
     assert exit_code(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert f"PROBLEM: a file in {tmp_path} is not used: config.json: the name must" in printed
-    assert f"MOE_OPS_TUNED_DIR: in {tmp_path}" in printed
+    assert f"yours are looked for in {tmp_path}" in printed
     monkeypatch.setattr(tuned, "FOLDER", str(tmp_path / "none"))
     found = doctor.diagnose()
     assert "MOE_OPS_TUNED_DIR must name a folder" in found.problems[0] and found.tuned["all"] > 0

@@ -5,6 +5,8 @@ wheel goes into a virtual environment of its own, which sees the packages of thi
 one, but neither the checkout nor its folder.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -201,6 +203,18 @@ def test_the_source_distribution_holds_the_tree(built, tmp_path):
     assert run.returncode == 0, run.stdout
 
 
+def examples():
+    """The examples that the help of each command ends with, without the demo's."""
+    found = []
+    for name in cli.COMMANDS:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            cli.main([name, "--help"])
+        lines = out.getvalue().partition("examples:\n")[2].splitlines()
+        found += [line.partition(" moe_ops ")[2] for line in lines if name != "demo"]
+    return found
+
+
 README = (ROOT / "README.md").read_text()
 COMMANDS = {
     "--version": 0,
@@ -209,6 +223,11 @@ COMMANDS = {
     **dict.fromkeys(re.findall(r"`(?:python -m moe_ops|moe-ops) (explain [^`]*)`", README), 0),
     "explain --model Qwen/Qwen3-30B-A3B --scheme fp8_block128 --device sm_90 --json": 0,
     "explain --sizes 128,8,2048,768 --device sm_100": 0,
+    "explain --model mixtral --device h100": 0,
+    "explain --model mixtral --scheme fp8": 2,
+    "explain --sizes 8,2,64,9999999999": 2,
+    "tune --model tiny --device h200 --time-budget-s -1": 2,
+    **dict.fromkeys(examples(), 0),
     f"explain --config {MODEL / 'config.json'}": 0,
     "explain --model qwen4-1b": 2,
     "tune --model qwen3-30b --scheme fp8_channel --device sm_90 --tokens 1 --dry-run": 0,

@@ -66,6 +66,14 @@ def _reductions(x, value, place, bits, everything, A: tl.constexpr, B: tl.conste
     tl.store(everything, tl.xor_sum(whole))
 
 
+@triton.jit
+def _constants_first(out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    COUNT: tl.constexpr = i.shape[0]
+    tl.store(out + i, COUNT - 1 - i)
+    tl.store(out + N + i, i, mask=(i < COUNT) & (tl.max(i) > 0))  # a mask of a number too
+
+
 def numbers(n=1024):
     """Both signs, subnormals of fp8, halfway cases and values past its largest."""
     g = torch.Generator().manual_seed(0)
@@ -155,3 +163,9 @@ def test_reductions_by_any_function(run_device):
     columns = [functools.reduce(operator.xor, column) for column in x.int().T.tolist()]
     assert bits.tolist() == columns
     assert everything.item() == functools.reduce(operator.xor, columns)
+
+
+def test_a_constant_and_a_tensor_make_a_tensor(run_device):
+    out = torch.empty(2, 8, dtype=torch.int32, device=run_device)
+    _constants_first[(1,)](out, N=8)
+    assert out.tolist() == [[*range(7, -1, -1)], [*range(8)]]

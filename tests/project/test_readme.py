@@ -1,6 +1,7 @@
 """The examples of README and documentation run, and what the pages name is there."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,24 @@ def test_both_commands_are_named():
     assert "make demo" in README and "make test" in README
     assert len(EXAMPLES) == 3
     assert len(README.splitlines()) <= 150
+
+
+def test_make_help_lists_every_target():
+    make = (ROOT / "Makefile").read_text()
+    shown = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True).stdout
+    targets = set(re.search(r"^\.PHONY: (.*)", make, re.MULTILINE)[1].split())
+    assert {line.split()[1] for line in shown.splitlines()} == targets
+
+
+def test_what_a_snippet_needs_is_installed_above_it():
+    """A page's first snippet that imports transformers comes after the extra that brings it."""
+    late = []
+    for page in (ROOT / "README.md", *PAGES):
+        text = page.read_text()
+        needs = [block for block in BLOCK.finditer(text) if "from transformers" in block[1]]
+        if needs and "torch-moe-ops[transformers]" not in text[: needs[0].start()]:
+            late.append(name_of(page))
+    assert not late
 
 
 def test_what_pages_name_is_there():

@@ -9,8 +9,6 @@ import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 from moe_ops.ops import STAGES
 
 ROOT = Path(__file__).parents[2]
@@ -419,19 +417,6 @@ def test_names_on_demand():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.stderr.endswith("AttributeError: module 'moe_ops' has no attribute 'missing'\n")
-
-
-def test_names_that_moved():
-    """They are found where they were, with a warning that says where they are."""
-    import moe_ops
-
-    assert len(moe_ops.__all__) <= 41
-    for module, names in moe_ops._MOVED.items():
-        for name in names:
-            assert name not in moe_ops.__all__
-            with pytest.warns(DeprecationWarning, match=rf"is now moe_ops\.{module}\.{name}$"):
-                old = getattr(moe_ops, name)
-            assert old is getattr(getattr(moe_ops, module), name)
 
 
 def test_runs_without_triton():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.integrations._engines import block_name, weight_scales
+from moe_ops.integrations._engines import block_name, say_that_it_serves, weight_scales
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.experts.supports import capability_of
 from moe_ops.pipeline.gemms import expert_weights
@@ -25,6 +25,7 @@ from moe_ops.scheme import (
 )
 from moe_ops.tensors import Routing
 
+ENGINE = "sglang"
 UNLIMITED = torch.finfo(torch.float32).max
 """A limit that changes no finite number."""
 
@@ -58,7 +59,7 @@ def run(
     w1, w2 = quant_info.w13_weight, quant_info.w2_weight
     config = library_config(quant_info, scheme)
     routing = Routing(topk_weights, topk_ids, None)
-    return slot_experts(
+    out = slot_experts(
         first_rows(x, config, routing, w1.shape[0], on_input),
         expert_weights(w1, w2, config),
         scheme,
@@ -69,6 +70,8 @@ def run(
         on_input,
         x if runner_config.inplace else None,
     )
+    say_that_it_serves(ENGINE, scheme, activation.key)
+    return out
 
 
 def scheme_of(info: Any) -> Scheme:

@@ -17,7 +17,7 @@ from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from moe_ops.integrations._engines import say_once
-from moe_ops.integrations.sglang._experts import run
+from moe_ops.integrations.sglang._experts import ENGINE, run
 from moe_ops.integrations.sglang._interface import RUNNERS
 
 NAME = "moe_ops"
@@ -57,7 +57,7 @@ def with_fallback(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return _run(*layer)
         except (NotImplementedError, ValueError) as error:
-            say_once("sglang", f"SGLang's own kernels run: {error}")
+            say_once(ENGINE, f"SGLang's own kernels run: {error}")
             return function(*layer)
 
     return fused_experts

@@ -16,7 +16,8 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.integrations._engines import say_once
+from moe_ops.integrations._engines import say_once, say_that_it_serves
+from moe_ops.integrations.vllm import SWITCH
 from moe_ops.integrations.vllm._schemes import library_config, scheme_of_keys
 from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonExperts
 from moe_ops.pipeline.config import FusedMoEConfig
@@ -100,8 +101,8 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.library_activation = activation_of(moe_config, quant_config)
         self._use(library_config(quant_config, moe_config.num_local_experts))
-        scheme = self.experts.quant_config.scheme.name
-        say_once(ENGINE, f"runs the experts: {scheme}, {self.library_activation.key}")
+        scheme = self.experts.quant_config.scheme
+        say_that_it_serves(ENGINE, scheme, self.library_activation.key)
 
     def _use(self, config: FusedMoEQuantConfig) -> None:
         """Make the experts that run, of a scheme with its scales and biases."""
@@ -111,6 +112,24 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
             self.max_num_tokens,
             self.num_dispatchers,
         )
+
+    @property
+    def post_gemm2_hook(self) -> None:
+        """None: vLLM's hook on the unweighted rows of GEMM 2, which this library sums itself.
+
+        Raises:
+            NotImplementedError: a model sets the hook; the layer would ignore it.
+        """
+        return None
+
+    @post_gemm2_hook.setter
+    def post_gemm2_hook(self, hook: Any) -> None:
+        if hook is not None:
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise NotImplementedError(
+                f"post_gemm2_hook must be None for experts of moe_ops, got {name} "
+                f"({SWITCH}=0 runs vLLM's own experts)"
+            )
 
     @property
     def expects_unquantized_inputs(self) -> bool:

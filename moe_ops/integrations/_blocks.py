@@ -1,0 +1,37 @@
+"""Conditions under which a MoE block of transformers may be given another forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_whole(name: str, block: Any) -> None:
+    """Raise NotImplementedError if transformers has split a block's experts over ranks.
+
+    Its tensor and expert parallelism mark the modules whose forward or parameters they replace:
+    every module of the model before transformers 5.21, from then on those of the plan, such as the
+    experts but not the block.
+    """
+    for inner, module in block.named_modules():
+        if getattr(module, "_is_hooked", False):
+            where = f"{name}.{inner}".strip(".")
+            raise NotImplementedError(
+                f"{name} must hold all its experts to be adapted, got {where} under transformers' "
+                "tensor or expert parallelism"
+            )
+
+
+def check_forward(name: str, module: Any, *known: Any) -> None:
+    """Raise ValueError if a module has a forward of its own, such as a hook of accelerate.
+
+    Args:
+        name: the module's name in the error.
+        module: the module whose forward will be replaced, or will not be called any more.
+        *known: functions that may be the module's own forward.
+    """
+    forward = module.__dict__.get("forward")
+    if forward is not None and getattr(forward, "__func__", forward) not in known:
+        raise ValueError(
+            f"{name} must not have a forward of its own (adapt a model before accelerate's hooks "
+            f"are added), got {forward}"
+        )
