@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -21,8 +22,29 @@ def say_once(engine: str, text: str) -> None:
     logging.getLogger(f"{engine}.moe_ops").info("moe_ops: %s", text)
 
 
+def or_say(engine: str, instead: str, register: Callable[[], str | None]) -> None:
+    """Call a plug-in's registration; whatever it raises is one line of the engine's log.
+
+    Everything but an interrupt is caught: an engine ends if a plug-in raises, and panics of
+    compiled extensions are no `Exception`.
+
+    Args:
+        engine: name of the engine's package.
+        instead: what the engine does without the plug-in.
+        register: returns why nothing was registered, or None.
+    """
+    try:
+        reason = register()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+    if reason:
+        say_once(engine, f"{instead}: {reason}")
+
+
 def found(module: str, name: str) -> Any:
-    """Return what a module calls ``name``, which may have dots, or None."""
+    """Return what a module calls ``name``, which may have dots, or None if it has no such name."""
     try:
         value: Any = import_module(module)
         for part in name.split("."):

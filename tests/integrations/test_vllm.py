@@ -1,8 +1,10 @@
 """The plug-in of vLLM on stand-ins of vLLM's classes; `make test-vllm` serves with vLLM itself."""
 
+import itertools
 import logging
 import sys
 from enum import Enum
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from moe_ops.integrations.vllm import register
 from moe_ops.scheme import get_scheme
 from moe_ops.version import __version__
 
+PLUGIN = "moe_ops.integrations.vllm"
 STANDARD = vllm.FusedMoEActivationFormat.Standard
 BATCHED = vllm.FusedMoEActivationFormat.BatchedExperts
 
@@ -59,6 +62,41 @@ def test_without_vllm_nothing_happens(log, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     register()
     assert len(log.records) == 1 and "vllm" in log.text
+
+
+def failures():
+    """What importing an engine, or its compiled parts, may raise; a panic of Rust is no Exception."""
+    panic = type("PanicException", (BaseException,), {})
+    kinds = (
+        ImportError, ModuleNotFoundError, AttributeError, TypeError, ValueError, KeyError,
+        IndexError, NameError, UnboundLocalError, OSError, RuntimeError, NotImplementedError,
+        RecursionError, AssertionError, MemoryError, SyntaxError, SystemExit, GeneratorExit, panic,
+    )  # fmt: skip
+    return [kind("no\nsuch thing") for kind in kinds]
+
+
+def test_what_fails_is_one_line(engine, log, monkeypatch):
+    """Whatever is raised, and wherever: vLLM goes on with its own experts, and its log says why."""
+
+    class Broken(ModuleType):
+        def __getattr__(self, name):
+            raise failure
+
+    places = {"vllm.platforms": Broken("vllm.platforms"), f"{PLUGIN}._oracles": Broken("ours")}
+    for failure, (name, module) in itertools.product(failures(), places.items()):
+        _engines.say_once.cache_clear()
+        log.clear()
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, module)
+            register()
+        (record,) = log.records
+        assert "vLLM's own experts run: " in record.message, (name, failure)
+        assert "\n" not in record.message
+        assert classes(engine, "fp8", "TRITON") == [vllm.Theirs]
+    failure = KeyboardInterrupt()
+    monkeypatch.setitem(sys.modules, "vllm.platforms", places["vllm.platforms"])
+    with pytest.raises(KeyboardInterrupt):
+        register()
 
 
 def test_our_classes_go_first_once(engine, log):
