@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import vllm_stand_ins as vllm
-from vllm_layers import AG, BATCH, FP8, INT8, KEYS, MXFP4, exchange, key, layer
+from vllm_layers import AG, BATCH, FP8, INT8, KEYS, exchange, key, layer
 
 from moe_ops.integrations import _engines
 from moe_ops.integrations.vllm import register
@@ -26,7 +26,8 @@ OTHER_KEYS = {
     "fp8 weights alone": (key(FP8, (-1, 1)), None),
     "mxfp8": (key(FP8, (1, 32), scale=torch.uint8), key(FP8, (1, 32), False, torch.uint8)),
     "e8m0 blocks": (key(FP8, (128, 128), scale=torch.float8_e8m0fnu), KEYS["fp8_block128"][1]),
-    "mxfp4 rows": (MXFP4, key(torch.uint8, (1, 32), False, torch.uint8)),
+    "mxfp4": (key(torch.uint8, (1, 32), scale=torch.uint8), None),
+    "mxfp4 rows": (key(torch.uint8, (1, 32), scale=torch.uint8), key(torch.uint8, (1, 32), False, torch.uint8)),
     "zero points": (KEYS["int8_channel"][0]._replace(symmetric=False), KEYS["int8_channel"][1]),
     "two scales": (KEYS["int8_channel"][0]._replace(scale2=0), KEYS["int8_channel"][1]),
     "int8 tensor": (key(INT8, (-1, -1)), key(INT8, (-1, -1), static=False)),
@@ -111,7 +112,7 @@ def test_our_classes_go_first_once(engine, log):
     }
     assert first == {
         ("unquantized", "TRITON"), ("unquantized", "BATCHED_TRITON"), ("unquantized", "CPU"),
-        ("fp8", "TRITON"), ("fp8", "BATCHED_TRITON"), ("int8", "TRITON"), ("mxfp4", "XPU"),
+        ("fp8", "TRITON"), ("fp8", "BATCHED_TRITON"), ("int8", "TRITON"),
     }  # fmt: skip
     for name, backend in (("fp8", "CPU"), ("int8", "CPU"), ("mxfp4", "TRITON")):
         assert classes(engine, name, backend) == [vllm.Theirs]
@@ -144,15 +145,6 @@ def test_with_lora_theirs_run(engine, log):
     assert len(classes(engine, "unquantized", "TRITON")) == 3
 
 
-@pytest.mark.parametrize("kind", ("cpu", "xpu"))
-def test_mxfp4_order(engine, kind):
-    engine.platform.kind = kind
-    register()
-    order = [b.value for b in engine.oracles["mxfp4"]._get_priority_backends_for_gpt_oss()]
-    theirs = ["MARLIN", "TRITON", "XPU", "CPU"]
-    assert order == (theirs if kind == "xpu" else ["MARLIN", "XPU", "TRITON", "CPU"])
-
-
 def interface():
     from moe_ops.integrations.vllm._interface import NAMES, PARAMETERS
 
@@ -171,7 +163,7 @@ def test_another_interface(engine, log, monkeypatch, module, name):
     *outer, last = name.split(".")
     for part in outer:
         owner = getattr(owner, part)
-    if last in ("TRITON", "XPU"):  # members of an enumeration
+    if last == "TRITON":  # a member of an enumeration
         others = [member.name for member in owner if member.name != last]
         monkeypatch.setattr(engine.modules[module], outer[0], Enum("Other", others))
     elif outer and isinstance(owner, type):
@@ -205,7 +197,6 @@ def test_other_keys(engine, name):
         ({}, "fp8_channel", None),
         ({"moe_parallel_config": AG}, "fp8_block32", None),
         ({"moe_parallel_config": AG}, "fp8_tensor", "one scale for rows of several ranks"),
-        ({"moe_parallel_config": AG}, "mxfp4_w4a16", "weight-only experts"),
         ({"moe_parallel_config": exchange()}, "unquantized", "parallel config"),
         ({"moe_parallel_config": BATCH}, "unquantized", "parallel config"),
         ({"is_lora_enabled": True}, "unquantized", "LoRA"),
