@@ -27,7 +27,10 @@ OTHER_KEYS = {
     "mxfp8": (key(FP8, (1, 32), scale=torch.uint8), key(FP8, (1, 32), False, torch.uint8)),
     "e8m0 blocks": (key(FP8, (128, 128), scale=torch.float8_e8m0fnu), KEYS["fp8_block128"][1]),
     "mxfp4": (key(torch.uint8, (1, 32), scale=torch.uint8), None),
-    "mxfp4 rows": (key(torch.uint8, (1, 32), scale=torch.uint8), key(torch.uint8, (1, 32), False, torch.uint8)),
+    "mxfp4 rows": (
+        key(torch.uint8, (1, 32), scale=torch.uint8),
+        key(torch.uint8, (1, 32), False, torch.uint8),
+    ),
     "zero points": (KEYS["int8_channel"][0]._replace(symmetric=False), KEYS["int8_channel"][1]),
     "two scales": (KEYS["int8_channel"][0]._replace(scale2=0), KEYS["int8_channel"][1]),
     "int8 tensor": (key(INT8, (-1, -1)), key(INT8, (-1, -1), static=False)),
@@ -66,7 +69,7 @@ def test_without_vllm_nothing_happens(log, monkeypatch):
 
 
 def failures():
-    """What importing an engine, or its compiled parts, may raise; a panic of Rust is no Exception."""
+    """What importing an engine may raise; a panic of compiled Rust is no `Exception`."""
     panic = type("PanicException", (BaseException,), {})
     kinds = (
         ImportError, ModuleNotFoundError, AttributeError, TypeError, ValueError, KeyError,

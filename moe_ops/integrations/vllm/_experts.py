@@ -333,9 +333,9 @@ def refusal(
     )
     if not supported:
         return reason
-    if moe_config.moe_parallel_config.use_all2all_kernels and weight is not None:
-        if activation is not None and activation.per_tensor:
-            return "one scale for rows of several ranks is not supported"
+    sends = moe_config.moe_parallel_config.use_all2all_kernels
+    if sends and activation is not None and activation.per_tensor:
+        return "one scale for rows of several ranks is not supported"
     block = scheme.block_shape
     if block is not None and layer.intermediate_size % block[0]:
         return (

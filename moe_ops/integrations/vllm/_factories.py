@@ -137,7 +137,8 @@ def _chosen(
             format = experts.activation_format()
             supported, _ = experts.is_supported_config(experts, config, scheme, None, format)
             if supported:
-                say_once(ENGINE, f"goes before vLLM's {theirs or 'error'}: {scheme.name}")
+                instead = "where vLLM has no experts" if theirs is None else f"before {theirs}"
+                say_once(ENGINE, f"{scheme.name} goes {instead}")
                 return Place(config, scheme), experts
     except Exception as error:  # whatever is wrong with this plug-in, vLLM serves the layer
         reason = str(error) or type(error).__name__

@@ -32,9 +32,19 @@ def group_schemes(given: Given) -> list[Scheme]:
         raise NotImplementedError(f"weights of {bits} bits are not supported")
     size = config.group_size
     if size is not None and size > 0:
+        layer = given["config"]
+        sizes = (layer.hidden_dim, layer.intermediate_size_per_partition)
+        while kind == "MoeWNA16Config" and size > 32 and any(n % size for n in sizes):
+            size //= 2  # as its method does
+        if any(n % size for n in sizes):
+            raise NotImplementedError(
+                f"hidden and intermediate sizes must be multiples of the group {size}, got {sizes}"
+            )
         return [get_scheme(f"{element}_g{size}" + "_zp" * zero_point)]
     if kind == "QuantizationArgs" or zero_point or bits == 8:
-        raise NotImplementedError("integers with one scale per row are not supported in this format")
+        raise NotImplementedError(
+            "integers with one scale per row are not supported in this format"
+        )
     return [SCHEMES["int4_w4a16_channel"]]
 
 

@@ -1,7 +1,8 @@
 """Weights of vLLM's layers in this library's forms: the steps of vLLM that convert them.
 
-A method of vLLM replaces the parameters of its layer by what a step returns. Packed weights take the
-memory of the parameters, one tensor after the other. (GPTQ's method itself makes a copy of both.)
+A method of vLLM replaces the parameters of its layer by what a step returns. Packed weights take
+the memory of the parameters, one tensor after the other. (GPTQ's method itself makes a copy of
+both weights.)
 """
 
 from __future__ import annotations
