@@ -1,4 +1,4 @@
-"""Signatures of what the plug-in uses of vLLM, read from vLLM's Python sources without importing it.
+"""Signatures of what the plug-in uses of vLLM, read from vLLM's sources without importing it.
 
     python tests/vllm_signatures.py FOLDER 0.33.0
 

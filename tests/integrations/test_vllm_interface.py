@@ -46,7 +46,7 @@ def test_vllm_has_what_the_plug_in_uses(version):
 
 @pytest.mark.parametrize("version", RECORDED)
 def test_arguments_that_are_passed_are_enough(version):
-    """No function that the plug-in calls has a parameter without a default that it does not pass."""
+    """Functions that the plug-in calls need no parameter that it does not pass."""
     for name, parameters in interface.MAKERS.items():
         needed = {x for x in RECORDED[version][name] if not x.endswith("=")} - {"self"}
         assert needed <= set(parameters), name

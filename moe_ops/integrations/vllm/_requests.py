@@ -54,9 +54,11 @@ def _first(config: Any, *names: str) -> Any:
 
 def mxfp4_schemes(given: Given) -> list[Scheme]:
     """Return the schemes of MXFP4 weights under the activations that a checkpoint asks for."""
-    key = given.get("activation_key")
-    resolved = found(f"{ORACLES}.mxfp4", "_resolve_activation_key")  # with what the user asks for
-    asked = of_activation(key if resolved is None else resolved(key))
+    asked = None
+    if "activation_key" in given:
+        resolved = found(f"{ORACLES}.mxfp4", "_resolve_activation_key")  # with the user's wish
+        key = given["activation_key"]
+        asked = of_activation(key if resolved is None else resolved(key))
     return [*([] if asked is None else [asked]), SCHEMES["mxfp4_w4a16"]]
 
 
