@@ -17,6 +17,8 @@ from moe_ops.bench.harness import default_device, driver_version
 from moe_ops.bench.problems import Problem, find_problem
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts, plain_name
+from moe_ops.integrations import engines
+from moe_ops.integrations.engines import Engine
 from moe_ops.pipeline.explanation import explain
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.scheme import SCHEMES, what_lacks
@@ -53,6 +55,8 @@ class Diagnosis:
     """Files of tuned tiles for this GPU, of all in use, and the user's folder."""
     extras: dict[str, dict[str, str | None]] = field(default_factory=dict)
     """Versions of the packages of each extra."""
+    engines: dict[str, Engine] = field(default_factory=dict)
+    """What each installed serving engine would take from this library."""
     self_test: dict[str, str] = field(default_factory=dict)
     """Results by scheme: ``passed``, or what went wrong."""
     self_test_s: float = 0.0
@@ -83,6 +87,9 @@ class Diagnosis:
             lacks = None in packages.values()
             install = f" (pip install '{DISTRIBUTION}[{extra}]')" if lacks else ""
             lines.append(f"{'extra':12}{extra}: {found}{install}")
+        for name, engine in self.engines.items():
+            first, *rest = [f"{engine.version or 'cannot be imported'}", *str(engine).splitlines()]
+            lines += [f"{name:12}{first}", *(f"{'':12}{line}" for line in rest)]
         return lines
 
     def _kernels(self) -> list[str]:
@@ -129,6 +136,8 @@ def diagnose(progress: Callable[[str], None] = lambda text: None) -> Diagnosis:
         extra: {name: _version(name) for name in names} for extra, names in EXTRAS.items()
     }
     _tuned(found)
+    progress("asking the serving engines that are installed")
+    found.engines = engines.installed()
     if gpus:
         progress("asking which kernels serve which scheme")
         found.kernels = kernels_of(find_problem(SHAPE))

@@ -11,7 +11,7 @@ import torch
 import vllm_stand_ins as vllm
 from vllm_layers import AG, BATCH, FP8, INT8, KEYS, exchange, key, layer
 
-from moe_ops.integrations import _engines
+from moe_ops.integrations import _engines, engines
 from moe_ops.integrations.vllm import register
 from moe_ops.scheme import get_scheme
 from moe_ops.version import __version__
@@ -137,6 +137,19 @@ def test_switched_off(engine, monkeypatch, log):
     monkeypatch.setenv("MOE_OPS_VLLM", "0")
     register()
     assert classes(engine, "fp8", "TRITON") == [vllm.Theirs] and not log.records
+
+
+def test_what_would_be_taken(engine, monkeypatch):
+    """The doctor's answer: every kind of layer, or why not."""
+    kinds = ["not quantized, fp8, int8 per row", *engine.interface.FORMATS]
+    answer = engines.ask("vllm")
+    assert (answer.version, answer.takes, answer.leaves) == ("0.33.0", kinds, {})
+    monkeypatch.setattr(engine.oracles["w4a8"], "select_w4a8_moe_backend", lambda layer: None)
+    answer = engines.ask("vllm")
+    assert len(answer.takes) == 5 and "select_w4a8" in str(answer)
+    monkeypatch.setenv("MOE_OPS_VLLM", "0")
+    answer = engines.ask("vllm")
+    assert not answer.takes and set(answer.leaves.values()) == {"MOE_OPS_VLLM is 0"}
 
 
 def test_with_lora_theirs_run(engine, log):

@@ -142,3 +142,12 @@ def split(name: str) -> tuple[str, str]:
     classes = [i for i, part in enumerate(parts) if part[0].isupper()]
     end = classes[0] if classes else len(parts) - 1
     return ".".join(parts[:end]), ".".join(parts[end:])
+
+
+def formats() -> dict[str, str | None]:
+    """Return the kinds of layers that the plug-in serves, each with a name that vLLM lacks."""
+    plain = "not quantized, fp8, int8 per row"
+    lacks = missing()
+    if lacks is not None:
+        return dict.fromkeys((plain, *FORMATS), lacks)
+    return {plain: None, **{format: missing_of(format) for format in FORMATS}}
