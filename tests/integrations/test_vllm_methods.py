@@ -9,18 +9,16 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_formats import awq, bits_of, columns_first, rows_first
 
-from moe_ops.bench import problems
+from moe_ops.bench import problems, vllm, vllm_methods
 from moe_ops.bench.harness import relative_error
 from moe_ops.bench.layer import MAX_REL_ERR
 from moe_ops.scheme import get_scheme
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-METHODS = "vllm.model_executor.layers.quantization"
-COMPRESSED = f"{METHODS}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+METHODS, COMPRESSED = vllm_methods.METHODS, vllm_methods.COMPRESSED
 DENSE = problems.Problem("small", 8, 2, 256, 256, timed=False)
 CPU = torch.device("cpu")
 MXFP8 = "|fp8:1x32:e8m0"
@@ -61,17 +59,6 @@ def named(path):
     """A class or a constant of one of vLLM's modules for methods."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
-
-
-def moe_config():
-    return problems_config(problems.make_experts(DENSE, "bf16", CPU))
-
-
-def problems_config(experts):
-    from moe_ops.bench import vllm as bench
-
-    inputs = problems.make_inputs(DENSE, 7, "uniform", CPU)
-    return bench._moe_config(experts, inputs)
 
 
 def quantization_args(scheme, **more):
@@ -246,43 +233,22 @@ CASES = {
 }  # fmt: skip
 
 
-def layer_of(method, config, tensors):
-    """A layer as vLLM makes it for a method, with a checkpoint's tensors."""
-    layer = nn.Module()
-    vars(layer).update(
-        moe_config=config, activation=config.activation, global_num_experts=config.num_experts,
-        expert_map=None, apply_router_weight_on_input=False, hidden_size=config.hidden_dim,
-        intermediate_size_per_partition=config.intermediate_size_per_partition,
-        _loaded_expert_biases=set(), _expert_routing_tables=lambda: None,
-        local_num_experts=config.num_local_experts,
-    )  # fmt: skip
-    sizes = (config.num_experts, config.hidden_dim, config.intermediate_size_per_partition)
-    method.create_weights(
-        layer, *sizes, torch.bfloat16, weight_loader=lambda *_: None,
-        global_num_experts=config.num_experts,
-    )  # fmt: skip
-    for name, tensor in tensors.items():
-        parameter = getattr(layer, name)
-        assert parameter.shape == tensor.shape, (name, parameter.shape, tensor.shape)
-        parameter.data.copy_(tensor)
-    return layer
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_method(case):
     make, scheme, tensors = CASES[case]
     experts = problems.make_experts(DENSE, scheme, CPU)
     inputs = problems.make_inputs(DENSE, 7, "uniform", CPU)
-    config = problems_config(experts)
+    config = vllm.moe_config(experts, inputs)
     method = make(scheme, config)
     if scheme == "mxfp4_w4a8_token" and not hasattr(method, "activation_key"):
         scheme = "mxfp4_w4a16"
-    layer = layer_of(method, config, tensors(scheme, experts.stored))
+    layer = vllm_methods.layer_of(method, config, tensors(scheme, experts.stored))
     method.process_weights_after_loading(layer)
     served = method.moe_kernel.impl.fused_experts
     assert served.experts.quant_config.scheme.key == get_scheme(scheme).key
+    call = vllm_methods.call_of(method, layer, inputs)
     with Launches() as launches:
-        actual = method.apply(layer, inputs.x, inputs.topk_weights, inputs.topk_ids, None, None)
+        actual = call()
     assert launches.number > 0
     expected = problems.reference_rows(experts, inputs, torch.arange(7))
     rows = "bf16" if get_scheme(scheme).activation is None else "fp8"

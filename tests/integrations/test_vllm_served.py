@@ -15,7 +15,6 @@ from vllm_models import FORMATS, gpt_oss, int8_demo, quantized_demo
 from vllm_serve import TOKENS, Written, served
 
 from moe_ops.bench import problems
-from moe_ops.bench import vllm as bench_vllm
 from moe_ops.bench.harness import relative_error
 from moe_ops.bench.layer import MAX_REL_ERR, math_of
 from moe_ops.bench.peers import INSIDE, PEERS
@@ -95,7 +94,7 @@ def compare(name: str, theirs: Written, ours: Written, *, ties: bool) -> None:
         assert ties and gap <= apart and tokens <= set(p) & set(q)
 
 
-@pytest.mark.parametrize("scheme", bench_vllm.SERVED)
+@pytest.mark.parametrize("scheme", PEERS[INSIDE].makers)
 def test_modular_kernel(scheme):
     """The layer benchmark's ``moe_ops-in-vllm`` computes the layer."""
     device = torch.device("cpu")
