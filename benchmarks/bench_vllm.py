@@ -2,8 +2,8 @@
 
     python benchmarks/bench_vllm.py --output benchmarks/results
 
-All three are made by vLLM's own quantization methods (`moe_ops/bench/vllm_methods.py`) and are timed
-in one run: int4 in groups of 128, NVFP4 weights, and MXFP4 with the sizes of DeepSeek-V4 too. Other
+vLLM's own quantization methods make all three (`moe_ops/bench/vllm_methods.py`), which are timed in
+one run: int4 in groups of 128, NVFP4 weights and MXFP4, also with the sizes of DeepSeek-V4. Other
 options are those of ``moe-ops bench``. What is not installed is left out; Humming needs the package
 that vLLM 0.33 depends on.
 """
