@@ -82,7 +82,7 @@ FORMATS = {
     }),
     "ModelOpt NVFP4": Format("nvfp4_w4a16", nvfp4_tensors, {
         "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
-        "exclude_modules": [f"*{name}*" for name in LEFT_OUT],
+        "ignore": [f"*{name}*" for name in LEFT_OUT],
     }),
     "compressed-tensors MXFP8": Format(
         "|fp8:1x32:e8m0", mxfp8_tensors,

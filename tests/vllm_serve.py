@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +69,12 @@ def served(ours: bool, *models: dict[str, Any]) -> list[Written]:
 def main() -> None:
     """Serve each model, and print its result after `MARK`."""
     for options in json.loads(sys.argv[1]):
-        print(MARK + json.dumps(write(options)), flush=True)
+        try:
+            result = write(options)
+        except Exception:  # the log says why; the other models are served
+            traceback.print_exc()
+            result = [], [], 0
+        print(MARK + json.dumps(result), flush=True)
         forget()
 
 

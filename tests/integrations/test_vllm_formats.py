@@ -4,6 +4,7 @@ A method of vLLM is played here: it selects, converts, describes and makes a ker
 """
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ class Method:
 
     def __init__(self, engine, config, name):
         self.functions, self.config, self.name = engine.method, config, name
-        self.memory = set()
+        self.memory, self.layer = set(), None
         self.kept, self.experts_cls = self.select()
 
     def call(self, function, **given):
@@ -131,7 +132,7 @@ class Method:
     def nvfp4(self, qs, biases):
         first, second = qs
         w13, scale13, factor13, a13, w2, scale2, factor2, a2 = self.call(
-            "convert_to_nvfp4_moe_kernel_format", nvfp4_backend=self.kept, layer=None,
+            "convert_to_nvfp4_moe_kernel_format", nvfp4_backend=self.kept, layer=self.layer,
             w13=first.data, w13_scale=first.scale, w13_scale_2=first.global_scale,
             a13_scale=torch.ones(1), w2=second.data, w2_scale=second.scale,
             w2_scale_2=second.global_scale, a2_scale=torch.ones(1), is_act_and_mul=True,
@@ -205,6 +206,22 @@ def test_rows_of_two_ranks(engine, name):
     made, *_ = method.made(qs, biases)
     assert (made.max_num_tokens, made.num_dispatchers) == (3, 2)
     assert not made.expects_unquantized_inputs
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("stored", ["w13_weight_scale_2", "w13_weight_global_scale"])
+def test_factors_of_gate_and_up(engine, monkeypatch, stored, packs):
+    """NVFP4's factors may differ between gate and up, of which vLLM passes those of gate."""
+    monkeypatch.setattr(engine.place, "reads_packed", lambda *_, **__: packs)
+    x, weights, ids, q1, q2, _ = problem("nvfp4_w4a16", hidden=128, width=128)
+    pairs = q1.global_scale[:, None] * torch.tensor([1.0, 3.0])
+    method = Method(engine, layer(hidden=128, width=128), "nvfp4_w4a16")
+    method.layer = SimpleNamespace(**{stored: pairs if stored[-1] == "2" else 1 / pairs})
+    both = q1._replace(global_scale=pairs)
+    want = expected("nvfp4_w4a16", x, q1.data.clone(), q2.data.clone(), weights, ids, (both, q2),
+                    (None, None))  # fmt: skip
+    made, w13, w2 = method.made((q1, q2), (None, None))
+    torch.testing.assert_close(served(made, x, w13, w2, weights, ids), want)
 
 
 def test_fp8_rows_for_the_weights_of_deepseek_v4(engine):
@@ -296,9 +313,9 @@ def test_groups_that_vllm_halves(engine):
     """Its method for AWQ and GPTQ on other devices halves groups until they fit the sizes."""
     kind = type("MoeWNA16Config", (AutoGPTQConfig,), {})
     given = described(kind, "int4_w4a16_g128")
-    config = layer(hidden=128, width=96)
+    config = layer(hidden=128, width=192)
     place, _ = engine.method.select_wna16_moe_backend(config, None, given, True, False)
-    assert place.scheme.name == "int4_w4a16_g32_zp"
+    assert place.scheme.name == "int4_w4a16_g64_zp"
 
 
 def test_rows_of_gptq(engine):

@@ -71,6 +71,8 @@ def test_served(written, name):
     The compiled graphs of both engines are in one cache: neither takes the other's.
     """
     ours, theirs = written[name]
+    for one in (ours, theirs):
+        assert one.tokens, one.log[-4000:]
     assert f"moe_ops: runs the experts: {SCHEMES[name]}" in ours.log
     assert ours.launches > 0 and theirs.launches == 0 and "moe_ops: " not in theirs.log
     compare(name, theirs, ours, ties="float32" not in name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_ops.pipeline.packing import reads_packed
-from moe_ops.scheme import Scheme, is_packed
+from moe_ops.scheme import Scheme
 from moe_ops.scheme.packed import pack_weight, pack_weight_
 from moe_ops.tensors import QTensor
 
@@ -34,9 +34,7 @@ class Place:
         memory for one expert beside its weights.
         """
         dtype = self.moe_config.in_dtype
-        if is_packed(q.data) or not reads_packed(
-            q.data, self.scheme, dtype, batch_invariant=batch_invariant
-        ):
+        if not reads_packed(q.data, self.scheme, dtype, batch_invariant=batch_invariant):
             return q
         pack = pack_weight_ if q.data.is_contiguous() else pack_weight
         return pack(q, self.scheme)

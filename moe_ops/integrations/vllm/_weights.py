@@ -92,14 +92,28 @@ def int4_under_fp8(place: Place, given: Given) -> tuple[Tensor | None, ...]:
 
 
 def nvfp4(place: Place, given: Given) -> tuple[Tensor | None, ...]:
-    """NVFP4 weights; activations stay in 16 bits, so that their scales are dropped."""
+    """NVFP4 weights; activations stay in 16 bits, so that their scales are dropped.
+
+    vLLM passes the factors of gate; if those of up differ, both are used.
+    """
     made: list[Tensor | None] = []
-    for which in ("w13", "w2"):
-        names = (which, f"{which}_scale", f"{which}_scale_2")
-        data, scale, factor = (given[name] for name in names)
+    factors = {"w13": gate_and_up(given), "w2": given["w2_scale_2"]}
+    for which, factor in factors.items():
+        data, scale = given[which], given[f"{which}_scale"]
         q = formed(place, data, scale, None, factor)
         made += [q.data, q.scale, q.global_scale, None]
     return tuple(made)
+
+
+def gate_and_up(given: Given) -> Tensor:
+    """Return the factors of NVFP4's first weight: one per expert, or ``(E, 2)`` if they differ."""
+    layer, of_gate = given["layer"], given["w13_scale_2"]
+    pairs = getattr(layer, "w13_weight_scale_2", None)  # ModelOpt's
+    if pairs is None and hasattr(layer, "w13_weight_global_scale"):  # compressed-tensors'
+        pairs = 1 / layer.w13_weight_global_scale
+    if pairs is None or pairs.dim() != 2 or bool((pairs == pairs[:, :1]).all()):
+        return of_gate
+    return pairs.data.contiguous()
 
 
 def mxfp4(place: Place, given: Given) -> tuple[Tensor | None, ...]:
