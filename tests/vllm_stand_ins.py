@@ -298,6 +298,35 @@ def stand_in(name, result):
     return function
 
 
+class MarlinExperts:
+    """Experts of vLLM that some methods choose by themselves."""
+
+
+class MethodOfMarlin:
+    """A method of MXFP4 without a selection, in the module that has the functions of oracles."""
+
+    def __init__(self, moe):
+        self.moe, self.mxfp4_backend, self.experts_cls = moe, MethodOfMarlin.backend, MarlinExperts
+
+    def process_weights_after_loading(self, layer):
+        self.repacked = layer
+
+    def get_fused_moe_quant_config(self, layer):
+        make = sys.modules["vllm.model_executor.layers.quantization.method"]
+        return make.make_mxfp4_moe_quant_config(
+            mxfp4_backend=self.mxfp4_backend, w1_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+        )  # fmt: skip
+
+
+METHODS = {
+    "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4":
+        "CompressedTensorsW4A4Mxfp4MoEMethod",
+    "inc.schemes.inc_mxfp4_moe": "INCMxfp4MoEMethod",
+}  # fmt: skip
+"""Modules for methods, and a class of each that chooses Marlin."""
+
+
 def made_config(given):
     """A ``FusedMoEQuantConfig`` of the arguments of vLLM's ``make``."""
     known = {f.name for f in fields(FusedMoEQuantConfig)}
@@ -370,6 +399,11 @@ def modules():
     for module in [made[f"{LAYERS}.oracle.{name}"] for name in BACKENDS]:
         vars(method).update({n: f for n, f in vars(module).items() if "_moe_" in n})
     made[method.__name__] = method
+    MethodOfMarlin.backend = made[f"{LAYERS}.oracle.mxfp4"].backends.MARLIN
+    for name, owner in METHODS.items():
+        own = ModuleType(f"vllm.model_executor.layers.quantization.{name}")
+        setattr(own, owner, type(owner, (), dict(vars(MethodOfMarlin))))
+        made[own.__name__] = own
     for name, values in contents.items():
         made[name] = ModuleType(name)
         vars(made[name]).update(values)
@@ -386,8 +420,8 @@ def modules():
 def install(monkeypatch, package="moe_ops.integrations.vllm"):
     """Import the plug-in's modules anew, on stand-ins; returns a namespace of both."""
     made = modules()
-    parts = ("_interface", "_place", "_requests", "_schemes", "_experts", "_weights", "_factories",
-             "_oracles")  # fmt: skip
+    parts = ("_interface", "_place", "_requests", "_schemes", "_experts", "_weights", "_choice",
+             "_kernels", "_methods", "_factories", "_oracles")  # fmt: skip
     ours = {part: f"{package}.{part}" for part in parts}
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)

@@ -33,7 +33,7 @@ class Method(NamedTuple):
 
     make: Callable[[Any], Any]
     """The method of a ``FusedMoEConfig``."""
-    tensors: Callable[[str, QTensor], Mapping[str, Tensor]]
+    tensors: Callable[[str, QTensor], Mapping[str, Any]]
     """Tensors of a checkpoint for ``w13`` or ``w2``, by the names of the layer's parameters."""
 
 
@@ -50,7 +50,7 @@ def _integers(config: Any) -> Any:
     return made(described, None, config)
 
 
-def _integer_tensors(which: str, q: QTensor) -> Mapping[str, Tensor]:
+def _integer_tensors(which: str, q: QTensor) -> Mapping[str, Any]:
     words = q.data.contiguous().view(torch.int32)
     return {f"{which}_weight_packed": words, f"{which}_weight_scale": q.scale}
 
@@ -60,9 +60,8 @@ def _nvfp4(config: Any) -> Any:
     return made(config, use_a16=True)
 
 
-def _nvfp4_tensors(which: str, q: QTensor) -> Mapping[str, Tensor]:
-    assert q.global_scale is not None
-    factor = 1 / q.global_scale
+def _nvfp4_tensors(which: str, q: QTensor) -> Mapping[str, Any]:
+    factor = 1 / q.global_scale  # type: ignore[operator]
     if which == "w13":  # of gate and of up
         factor = factor[:, None].expand(-1, 2)
     return {
@@ -77,7 +76,7 @@ def _mxfp4(config: Any) -> Any:
     return named(f"{METHODS}.mxfp4", "Mxfp4MoEMethod")(config)
 
 
-def _mxfp4_tensors(which: str, q: QTensor) -> Mapping[str, Tensor]:
+def _mxfp4_tensors(which: str, q: QTensor) -> Mapping[str, Any]:
     return {f"{which}_weight": q.data, f"{which}_weight_scale": q.scale}
 
 
@@ -161,7 +160,7 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
 
 def call_of(method: Any, layer: nn.Module, inputs: Inputs) -> Call:
     """The call of the modular kernel that a method has made for a layer."""
-    config = layer.moe_config
+    config: Any = layer.moe_config
     given = {
         "activation": config.activation, "global_num_experts": config.num_experts,
         "expert_map": None, "apply_router_weight_on_input": False,

@@ -146,7 +146,7 @@ def test_what_would_be_taken(engine, monkeypatch):
     assert (answer.version, answer.takes, answer.leaves) == ("0.33.0", kinds, {})
     monkeypatch.setattr(engine.oracles["w4a8"], "select_w4a8_moe_backend", lambda layer: None)
     answer = engines.ask("vllm")
-    assert len(answer.takes) == 5 and "select_w4a8" in str(answer)
+    assert len(answer.takes) == 7 and "select_w4a8" in str(answer)
     monkeypatch.setenv("MOE_OPS_VLLM", "0")
     answer = engines.ask("vllm")
     assert not answer.takes and set(answer.leaves.values()) == {"MOE_OPS_VLLM is 0"}

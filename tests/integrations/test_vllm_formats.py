@@ -241,6 +241,33 @@ def test_fp8_rows_for_the_weights_of_deepseek_v4(engine):
         assert method.kept.scheme.name == scheme
 
 
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("module", vllm.METHODS)
+def test_methods_that_choose_marlin(engine, monkeypatch, module, packs):
+    """They are wrapped as a whole: where they choose other experts, nothing changes."""
+    monkeypatch.setattr(engine.place, "reads_packed", lambda *_, **__: packs)
+    made = engine.modules[f"vllm.model_executor.layers.quantization.{module}"]
+    method = getattr(made, vllm.METHODS[module])
+    x, weights, ids, q1, q2, _ = problem("mxfp4_w4a16", hidden=128, width=128)
+    want = expected("mxfp4_w4a16", x, q1.data.clone(), q2.data.clone(), weights, ids, (q1, q2),
+                    (None, None))  # fmt: skip
+    module = torch.nn.Module()
+    module._expert_routing_tables = lambda: None
+    for which, q in (("w13", q1), ("w2", q2)):
+        for name, x_ in ((f"{which}_weight_packed", q.data), (f"{which}_weight_scale", q.scale)):
+            module.register_parameter(name, torch.nn.Parameter(x_, requires_grad=False))
+    ours = method(layer(hidden=128, width=128))
+    assert isinstance(ours.mxfp4_backend, engine.place.Place)
+    ours.process_weights_after_loading(module)
+    assert is_packed(module.w13_weight) == packs and not hasattr(module, "w2_weight_packed")
+    experts = ours.moe_kernel.fused_experts
+    out = served(experts, x, module.w13_weight, module.w2_weight, weights, ids)
+    assert torch.equal(out, want)
+    theirs = method(layer(is_lora_enabled=True))
+    theirs.process_weights_after_loading(module)
+    assert theirs.experts_cls is vllm.MarlinExperts and theirs.repacked is module
+
+
 def test_without_a_place_vllms_functions_run(engine):
     """Arguments and results are vLLM's."""
     backends = engine.oracles["nvfp4"].backends

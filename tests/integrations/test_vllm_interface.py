@@ -59,7 +59,7 @@ def test_replaced_backends_are_vllms(version):
         x for name, some in RECORDED[version].items() if "moebackend" in name.lower() for x in some
     }
     with pytest.MonkeyPatch.context() as patch:
-        assert theirs >= vllm.install(patch).factories.REPLACED
+        assert theirs >= vllm.install(patch).choice.REPLACED
 
 
 @pytest.mark.parametrize("version", RECORDED)
@@ -87,7 +87,7 @@ def test_a_missing_parameter_is_seen(monkeypatch):
     """A function that lacks one parameter counts as missing, and only its format."""
     with pytest.MonkeyPatch.context() as patch:
         engine = vllm.install(patch)
-        assert [engine.interface.missing_of(x) for x in interface.FORMATS] == [None] * 5
+        assert [engine.interface.missing_of(x) for x in interface.FORMATS] == [None] * 7
         name = f"{LAYERS}.oracle.mxfp8.select_mxfp8_moe_backend"
         engine.oracles["mxfp8"].select_mxfp8_moe_backend = lambda layer: None
         seen = {x: engine.interface.missing_of(x) for x in interface.FORMATS}

@@ -131,6 +131,14 @@ def under_fp8(path, config):
     return method(config, **(asked if known else {}))
 
 
+def compressed_mxfp4(scheme, config):
+    return named(f"{COMPRESSED}_w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod")(config)
+
+
+def auto_round_mxfp4(scheme, config):
+    return named(f"{METHODS}.inc.schemes.inc_mxfp4_moe.INCMxfp4MoEMethod")(config)
+
+
 def compressed_mxfp8(scheme, config):
     return named(f"{COMPRESSED}_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod")(config)
 
@@ -228,6 +236,8 @@ CASES = {
     "compressed-tensors MXFP4 W4A8": (
         compressed_mxfp4_under_fp8, "mxfp4_w4a8_token", small_floats("weight_packed"),
     ),
+    "compressed-tensors MXFP4": (compressed_mxfp4, "mxfp4_w4a16", small_floats("weight_packed")),
+    "AutoRound MXFP4": (auto_round_mxfp4, "mxfp4_w4a16", small_floats("weight_packed")),
     "compressed-tensors MXFP8": (compressed_mxfp8, MXFP8, small_floats("weight")),
     "ModelOpt MXFP8": (modelopt_mxfp8, MXFP8, small_floats("weight")),
 }  # fmt: skip

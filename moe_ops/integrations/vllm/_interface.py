@@ -8,6 +8,8 @@ from moe_ops.integrations._engines import found
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
 ORACLES = f"{LAYERS}.oracle"
+METHODS = "vllm.model_executor.layers.quantization"
+COMPRESSED = f"{METHODS}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 NAMES = {
     f"{ORACLES}.unquantized": ("backend_to_kernel_cls", "UnquantizedMoeBackend.TRITON"),
     f"{ORACLES}.fp8": ("backend_to_kernel_cls", "Fp8MoeBackend.TRITON"),
@@ -48,6 +50,8 @@ _KERNEL = ("moe_quant_config", "moe_config", "experts_cls", "routing_tables")
 _WEIGHTS = ("layer", "w13", "w2", "w13_scale", "w2_scale")
 _MXFP4 = ("layer", "w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias",
           "w2_bias")  # fmt: skip
+_METHOD = {"__init__": ("self", "moe"), "process_weights_after_loading": ("self", "layer"),
+           "get_fused_moe_quant_config": ("self", "layer")}  # fmt: skip
 _SWIGLU = ("swiglu_limit", "gemm1_alpha", "gemm1_beta")
 FORMATS: dict[str, dict[str, tuple[str, ...]]] = {
     "int4 and int8 in groups": {
@@ -95,8 +99,17 @@ FORMATS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         f"{ORACLES}.fp8.make_fp8_moe_kernel": ("fp8_backend", *_KERNEL),
     },
+    "MXFP4 that compressed-tensors calls W4A4": {
+        f"{COMPRESSED}_w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod.{name}": parameters
+        for name, parameters in _METHOD.items()
+    },
+    "MXFP4 of AutoRound": {
+        f"{METHODS}.inc.schemes.inc_mxfp4_moe.INCMxfp4MoEMethod.{name}": parameters
+        for name, parameters in _METHOD.items()
+    },
 }  # fmt: skip
-"""Functions that are wrapped for each family of formats, with the parameters that wrappers read."""
+"""Functions that are wrapped or called for each family of formats, with the parameters that are
+read or passed."""
 MAKERS: dict[str, tuple[str, ...]] = {
     f"{LAYERS}.config.FusedMoEQuantConfig.make": (
         "quant_dtype", "per_act_token_quant", "w1_scale", "w2_scale", "g1_alphas", "g2_alphas",

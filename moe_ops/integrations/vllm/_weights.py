@@ -26,9 +26,15 @@ def data_of(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.data
 
 
-def formed(place: Place, data: Tensor, *rest: Tensor | None) -> QTensor:
-    """Return a weight in the form that its GPU reads; ``rest`` are scale, zero point and factor."""
-    q = QTensor(data.data, *(data_of(x) for x in rest))
+def formed(
+    place: Place,
+    data: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> QTensor:
+    """Return a weight in the form that its GPU reads."""
+    q = QTensor(data.data, scale.data, data_of(zero_point), data_of(factor))
     return place.form(q, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
 
 
@@ -38,7 +44,7 @@ def groups(place: Place, given: Given) -> tuple[Tensor | None, ...]:
     bits, qs = place.scheme.weight.element.bits, []  # type: ignore[union-attr]
     for which in ("w13", "w2"):
         names = (which, f"{which}_scale", f"{which}_qzeros")
-        q = plain(*(data_of(given[name]) for name in names), bits)
+        q = plain(*(data_of(given[name]) for name in names), bits)  # type: ignore[arg-type]
         zero_point = q.zero_point if place.scheme.weight.zero_point else None  # type: ignore[union-attr]
         qs.append(formed(place, q.data, q.scale, zero_point))
     (w13, scale13, zero13, _), (w2, scale2, zero2, _) = qs
