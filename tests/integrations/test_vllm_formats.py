@@ -4,7 +4,8 @@ A method of vLLM is played here: it selects, converts, describes and makes a ker
 """
 
 import logging
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -386,6 +387,22 @@ def test_every_loaded_module_is_reached_once(engine):
         function = getattr(engine.modules[module], last)
         assert not hasattr(function.__wrapped__, "__wrapped__")
         assert getattr(engine.method, last) is function or "fp8.make" in name
+
+
+def test_modules_that_looking_imports(monkeypatch):
+    """Looking up a method imports modules, which may take functions of oracles by their names."""
+    engine = vllm.install(monkeypatch)
+    nvfp4, late = engine.oracles["nvfp4"], ModuleType("vllm.late")
+    late.make_nvfp4_moe_kernel = nvfp4.make_nvfp4_moe_kernel
+
+    def missing_of(format):
+        if format == "MXFP8":
+            monkeypatch.setitem(sys.modules, "vllm.late", late)
+
+    monkeypatch.setattr(engine.factories, "missing_of", missing_of)
+    engine.plugin.register()
+    assert late.make_nvfp4_moe_kernel is nvfp4.make_nvfp4_moe_kernel
+    assert hasattr(late.make_nvfp4_moe_kernel, "__wrapped__")
 
 
 def test_another_interface_of_one_format(monkeypatch, log):

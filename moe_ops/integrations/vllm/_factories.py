@@ -44,19 +44,23 @@ MXFP8 = get_scheme("|fp8:1x32:e8m0")
 
 def changes() -> Iterator[Change]:
     """Yield what to set in vLLM's modules; a family whose interface differs is one log line."""
-    for format, functions in FORMATS.items():
-        lacks = missing_of(format)
-        if lacks:
-            say_once(ENGINE, f"vLLM's own experts run in {format}: it has no {lacks} as this "
-                             "plug-in knows it")  # fmt: skip
-            continue
-        for name in functions:
-            owner, _, last = name.rpartition(".")
-            if name in _WRAPPERS:
-                yield from everywhere(found(*split(name)), _WRAPPERS[name])
-            elif last in _METHOD:
-                method = wrapped(found(*split(name)), _METHOD[last])
-                yield from [] if method is None else [(found(*split(owner)), last, method)]
+    served = [format for format in FORMATS if _is_offered(format)]  # imports all modules first
+    for name in (name for format in served for name in FORMATS[format]):
+        owner, _, last = name.rpartition(".")
+        if name in _WRAPPERS:
+            yield from everywhere(found(*split(name)), _WRAPPERS[name])
+        elif last in _METHOD:
+            method = wrapped(found(*split(name)), _METHOD[last])
+            yield from [] if method is None else [(found(*split(owner)), last, method)]
+
+
+def _is_offered(format: str) -> bool:
+    """Whether vLLM has what a family needs; if not, its log says so."""
+    lacks = missing_of(format)
+    if lacks:
+        text = f"vLLM's own experts run in {format}: it has no {lacks} as this plug-in knows it"
+        say_once(ENGINE, text)
+    return lacks is None
 
 
 def everywhere(function: Callable, wrapper: Wrapper) -> Iterator[Change]:

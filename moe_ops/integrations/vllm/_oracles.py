@@ -16,7 +16,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.vllm._experts import ENGINE, BatchedMoeOpsExperts, MoeOpsExperts
-from moe_ops.integrations.vllm._factories import Change, changes, everywhere
+from moe_ops.integrations.vllm._factories import changes, everywhere
 from moe_ops.integrations.vllm._interface import ORACLES
 from moe_ops.version import __version__
 
@@ -35,11 +35,10 @@ def install() -> None:
 
     Nothing is changed if this raises.
     """
-    wanted: list[Change] = []
+    wanted = [*changes()]
     for name, backends in PLACES.items():
         function = import_module(f"{ORACLES}.{name}").backend_to_kernel_cls
         wanted += everywhere(function, _ours_first(backends))
-    wanted += changes()
     for owner, name, value in wanted:
         setattr(owner, name, value)
     # vLLM caches compiled graphs by its variables, and on the CPU a graph holds our operators.
