@@ -61,7 +61,7 @@ def _nvfp4(config: Any) -> Any:
 
 
 def _nvfp4_tensors(which: str, q: QTensor) -> Mapping[str, Any]:
-    factor = 1 / q.global_scale  # type: ignore[operator]
+    factor: Any = 1 / q.global_scale  # type: ignore[operator]
     if which == "w13":  # of gate and of up
         factor = factor[:, None].expand(-1, 2)
     return {

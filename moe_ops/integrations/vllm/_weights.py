@@ -29,12 +29,12 @@ def data_of(x: Tensor | None) -> Tensor | None:
 def formed(
     place: Place,
     data: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     zero_point: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> QTensor:
     """Return a weight in the form that its GPU reads."""
-    q = QTensor(data.data, scale.data, data_of(zero_point), data_of(factor))
+    q = QTensor(data.data, data_of(scale), data_of(zero_point), data_of(factor))
     return place.form(q, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
 
 
@@ -43,8 +43,8 @@ def groups(place: Place, given: Given) -> tuple[Tensor | None, ...]:
     plain = awq_weight if is_awq(given["quant_config"]) else rows_first
     bits, qs = place.scheme.weight.element.bits, []  # type: ignore[union-attr]
     for which in ("w13", "w2"):
-        names = (which, f"{which}_scale", f"{which}_qzeros")
-        q = plain(*(data_of(given[name]) for name in names), bits)  # type: ignore[arg-type]
+        zeros = data_of(given[f"{which}_qzeros"])
+        q = plain(given[which].data, given[f"{which}_scale"].data, zeros, bits)
         zero_point = q.zero_point if place.scheme.weight.zero_point else None  # type: ignore[union-attr]
         qs.append(formed(place, q.data, q.scale, zero_point))
     (w13, scale13, zero13, _), (w2, scale2, zero2, _) = qs
