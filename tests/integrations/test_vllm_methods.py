@@ -15,7 +15,7 @@ from vllm_formats import awq, bits_of, columns_first, rows_first
 from moe_ops.bench import problems, vllm, vllm_methods
 from moe_ops.bench.harness import relative_error
 from moe_ops.bench.layer import MAX_REL_ERR
-from moe_ops.scheme import get_scheme
+from moe_ops.scheme import get_scheme, is_packed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 METHODS, COMPRESSED = vllm_methods.METHODS, vllm_methods.COMPRESSED
@@ -243,8 +243,12 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_method(case):
+def test_method(monkeypatch, case, packs):
+    """Plain, and packed as on a Hopper GPU."""
+    place = importlib.import_module("moe_ops.integrations.vllm._place")
+    monkeypatch.setattr(place, "reads_packed", lambda *_, **__: packs)
     make, scheme, tensors = CASES[case]
     experts = problems.make_experts(DENSE, scheme, CPU)
     inputs = problems.make_inputs(DENSE, 7, "uniform", CPU)
@@ -257,6 +261,7 @@ def test_method(case):
     served = method.moe_kernel.impl.fused_experts
     assert served.experts.quant_config.scheme.key == get_scheme(scheme).key
     call = vllm_methods.call_of(method, layer, inputs)
+    assert is_packed(layer.w13_weight) == is_packed(layer.w2_weight) == packs
     with Launches() as launches:
         actual = call()
     assert launches.number > 0
