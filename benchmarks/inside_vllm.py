@@ -1,6 +1,6 @@
 """4-bit layers inside vLLM's modular kernel: this library's experts beside Marlin and Humming.
 
-    python benchmarks/bench_vllm.py --output benchmarks/results
+    python benchmarks/inside_vllm.py --output benchmarks/results
 
 vLLM's own quantization methods make all three (`moe_ops/bench/vllm_methods.py`), which are timed in
 one run: int4 in groups of 128, NVFP4 weights and MXFP4, also with the sizes of DeepSeek-V4. Other
@@ -40,7 +40,7 @@ def main() -> int:
     for name, value in {**DEFAULTS, "--impls": ",".join(usable)}.items():
         if name not in names:
             arguments += [name, value]
-    return layer.main(arguments, prog="bench_vllm.py")
+    return layer.main(arguments, prog="inside_vllm.py")
 
 
 if __name__ == "__main__":
