@@ -21,7 +21,6 @@ from vllm_formats import (
 )
 from vllm_layers import AG, BATCH, FP8, exchange, expected, key, layer, problem, served
 
-from moe_ops import dequantize_weight, quantize_weight
 from moe_ops.integrations import _engines
 from moe_ops.scheme import get_scheme, is_packed, pack_weight
 
@@ -269,6 +268,17 @@ def test_methods_that_choose_marlin(engine, monkeypatch, module, packs):
     assert theirs.experts_cls is vllm.MarlinExperts and theirs.repacked is module
 
 
+def test_a_gpu_without_fp8(engine, monkeypatch, log):
+    """Weights alone are quantized then, and the log does not say that vLLM's experts run."""
+
+    def refusal(experts, config, scheme):
+        return None if scheme.activation is None else "no fp8"
+
+    monkeypatch.setattr(engine.choice, "refusal", refusal)
+    assert Method(engine, layer(), "mxfp4_w4a8_token").kept.scheme.name == "mxfp4_w4a16"
+    assert [record.message for record in log.records] == ["moe_ops: mxfp4_w4a16 goes before MARLIN"]
+
+
 def test_without_a_place_vllms_functions_run(engine):
     """Arguments and results are vLLM's."""
     backends = engine.oracles["nvfp4"].backends
@@ -418,23 +428,6 @@ def test_another_interface_of_one_format(monkeypatch, log):
         nvfp4.select_nvfp4_moe_backend, "__wrapped__"
     )
     assert hasattr(engine.oracles["mxfp4"].select_mxfp4_moe_backend, "__wrapped__")
-
-
-def test_scales_of_int4_under_fp8():
-    """Group scales in bf16 become e4m3 and a factor per row: nearly the same weights."""
-    torch.manual_seed(0)
-    w = torch.randn(2, 128, 256)
-    plain = quantize_weight(w.bfloat16(), "int4_w4a16_g128")
-    from moe_ops.loading.derived import channel_scales
-
-    parts = {kind: t for kind, _, t in channel_scales(plain.scale.flatten(0, 1))}
-    q = plain._replace(
-        scale=parts["scale"].unflatten(0, (2, 128)),
-        global_scale=parts["channel_scale"].unflatten(0, (2, 128)),
-    )
-    near = dequantize_weight(q, "int4_w4a8_g128")
-    far = dequantize_weight(plain, "int4_w4a16_g128")
-    assert (near - far).norm() < 0.05 * far.norm()
 
 
 def test_rows_of_other_ranks_may_be_in_16_bits(engine):

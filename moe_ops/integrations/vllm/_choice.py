@@ -6,7 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_ops.integrations._engines import say_once
-from moe_ops.integrations.vllm._experts import ENGINE, BatchedMoeOpsExperts, MoeOpsExperts
+from moe_ops.integrations.vllm._experts import (
+    ENGINE,
+    BatchedMoeOpsExperts,
+    MoeOpsExperts,
+    refusal,
+)
 from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import Given
 from moe_ops.scheme import Scheme
@@ -29,7 +34,9 @@ def chosen(
     theirs = None if backend is None else backend.value
     try:
         reason = _prevented(config, theirs, moves=moves)
-        for scheme in [] if reason else schemes(given):
+        wanted = [] if reason else schemes(given)
+        able = [x for x in wanted if refusal(experts.EXPERTS, config, x) is None]
+        for scheme in able[:1] or wanted[-1:]:  # if none, the last one's reason is the log line
             format = experts.activation_format()
             supported, _ = experts.is_supported_config(experts, config, scheme, None, format)
             if supported:
