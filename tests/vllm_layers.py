@@ -16,7 +16,6 @@ def key(dtype, shape, static=True, scale=torch.float32):
     return vllm.QuantKey(dtype, vllm.ScaleDesc(scale, static, shape))
 
 
-MXFP4 = key(torch.uint8, (1, 32), scale=torch.uint8)
 KEYS = {
     "unquantized": (None, None),
     "fp8_block128": (key(FP8, (128, 128)), key(FP8, (1, 128), static=False)),
@@ -25,7 +24,6 @@ KEYS = {
     "fp8_tensor": (key(FP8, (-1, -1)), key(FP8, (-1, -1), static=False)),
     "fp8_tensor_static": (key(FP8, (-1, -1)), key(FP8, (-1, -1))),
     "int8_channel": (key(INT8, (-1, 1)), key(INT8, (1, -1), static=False)),
-    "mxfp4_w4a16": (MXFP4, None),
 }
 """vLLM's keys of each scheme that the plug-in serves."""
 
@@ -49,8 +47,8 @@ def of_engine(name, q1, q2, biases):
     if scheme.weight is None:
         return vllm.FusedMoEQuantConfig(**tensors)
     tensors |= {"w1_scale": q1.scale, "w2_scale": q2.scale}
-    if name == "mxfp4_w4a16":  # vLLM's configuration of the backend XPU
-        return vllm.FusedMoEQuantConfig("mxfp4", "mxfp4", **tensors)
+    if name == "mxfp4_w4a16":
+        return vllm.FusedMoEQuantConfig("mxfp4", **tensors)
     dtype = scheme.weight.dtype
     if activation is None:
         return vllm.FusedMoEQuantConfig(dtype, **tensors)

@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from vllm_signatures import LAYERS, record
 
 from moe_ops.activation import MoEActivation as Named
 
-LAYERS = "vllm.model_executor.layers.fused_moe"
 MoEActivation = Enum("MoEActivation", {kind.name: kind.value for kind in Named})
 
 
@@ -62,6 +64,7 @@ class FusedMoEParallelConfig:
     use_deepep_ht_kernels: bool = False
     use_batched_activation_format: bool = False
     use_passthrough_all2all: bool = False
+    enable_eplb: bool = False
 
 
 @dataclass
@@ -82,6 +85,7 @@ class FusedMoEConfig:
     swiglu_beta: float | None = None
     activation_situ_beta: float | None = None
     activation_situ_linear_beta: float | None = None
+    moe_backend: str = "auto"
 
     @property
     def is_act_and_mul(self):
@@ -104,6 +108,8 @@ class FusedMoEQuantConfig:
     w2_zp: torch.Tensor | None = None
     w1_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+    g1_alphas: torch.Tensor | None = None
+    g2_alphas: torch.Tensor | None = None
     gemm1_alpha: float | None = None
     gemm1_beta: float | None = None
     gemm1_clamp_limit: float | None = None
@@ -203,6 +209,29 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         raise NotImplementedError
 
 
+class FusedMoEKernel:
+    def __init__(self, prepare_finalize, fused_experts):
+        self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
+
+
+class Prepare:
+    """What vLLM makes for tokens of one rank, or of two that send to rows of experts."""
+
+    def __init__(self, moe, **given):
+        self.given, self.batched = given, moe.moe_parallel_config.use_batched_activation_format
+
+    @property
+    def activation_format(self):
+        formats = FusedMoEActivationFormat
+        return formats.BatchedExperts if self.batched else formats.Standard
+
+    def max_num_tokens_per_rank(self):
+        return 3
+
+    def num_dispatchers(self):
+        return 2
+
+
 class TopKWeightAndReduceNoOP:
     pass
 
@@ -222,7 +251,7 @@ def replace_parameter(layer, param_name, new_tensor):
 ENVS = ModuleType("vllm.envs")
 CONFIG = ModuleType("vllm.config")
 SIGNATURES = {
-    f"{LAYERS}.modular_kernel": (FusedMoEExperts, FusedMoEExpertsModular),
+    f"{LAYERS}.modular_kernel": (FusedMoEExperts, FusedMoEExpertsModular, FusedMoEKernel),
     "vllm.model_executor.utils": (replace_parameter,),
 }
 """Classes and functions whose parameters are vLLM's, by module."""
@@ -236,27 +265,107 @@ BACKENDS = {
     "unquantized": ("UnquantizedMoeBackend", ("TRITON", "BATCHED_TRITON", "CPU", "XPU")),
     "fp8": ("Fp8MoeBackend", ("TRITON", "BATCHED_TRITON", "CPU", "MARLIN")),
     "int8": ("Int8MoeBackend", ("TRITON", "HUMMING", "CPU")),
-    "mxfp4": ("Mxfp4MoeBackend", ("MARLIN", "TRITON", "XPU", "CPU")),
+    "int_wna16": ("WNA16MoEBackend", ("MARLIN", "HUMMING", "TRITON", "FLASHINFER_TRTLLM")),
+    "w4a8": ("W4A8MoeBackend", ("CUTLASS", "HUMMING")),
+    "nvfp4": ("NvFp4MoeBackend", ("MARLIN", "HUMMING", "FLASHINFER_TRTLLM")),
+    "mxfp4": ("Mxfp4MoeBackend", ("MARLIN", "HUMMING", "TRITON", "DEEPGEMM_MXFP4")),
+    "mxfp8": ("Fp8MoeBackend", ("MARLIN", "HUMMING", "DEEPGEMM")),
 }
-"""Enumeration of each oracle, and some of its backends, in an order of vLLM's."""
+"""Enumeration of each oracle, and some of its backends, vLLM's first choice first."""
+VERSION = max(record(), key=lambda name: [int(x) for x in name.split(".")])
+"""Version of vLLM whose signatures the functions of oracles have."""
+
+
+def recorded_signature(name):
+    """The signature of a function of vLLM."""
+    return inspect.Signature([
+        inspect.Parameter(
+            x.rstrip("="), inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None if x.endswith("=") else inspect.Parameter.empty,
+        )
+        for x in record()[VERSION][name]
+    ])  # fmt: skip
+
+
+def stand_in(name, result):
+    """A function of an oracle: it calls ``result`` with the arguments by their names."""
+    signature = recorded_signature(name)
+
+    def function(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return result(bound.arguments)
+
+    function.__signature__, function.__name__ = signature, name.rpartition(".")[2]
+    return function
+
+
+class MarlinExperts:
+    """Experts of vLLM that some methods choose by themselves."""
+
+
+class MethodOfMarlin:
+    """A method of MXFP4 without a selection, in the module that has the functions of oracles."""
+
+    def __init__(self, moe):
+        self.moe, self.mxfp4_backend, self.experts_cls = moe, MethodOfMarlin.backend, MarlinExperts
+
+    def process_weights_after_loading(self, layer):
+        self.repacked = layer
+
+    def get_fused_moe_quant_config(self, layer):
+        make = sys.modules["vllm.model_executor.layers.quantization.method"]
+        return make.make_mxfp4_moe_quant_config(
+            mxfp4_backend=self.mxfp4_backend, w1_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+        )  # fmt: skip
+
+
+METHODS = {
+    "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4":
+        "CompressedTensorsW4A4Mxfp4MoEMethod",
+    "inc.schemes.inc_mxfp4_moe": "INCMxfp4MoEMethod",
+}  # fmt: skip
+"""Modules for methods, and a class of each that chooses Marlin."""
+
+
+def made_config(given):
+    """A ``FusedMoEQuantConfig`` of the arguments of vLLM's ``make``."""
+    known = {f.name for f in fields(FusedMoEQuantConfig)}
+    more = {name: value for name, value in given.items() if name in known}
+    return FusedMoEQuantConfig(given["weight_dtype"] or given["quant_dtype"], **more)
+
+
+FusedMoEQuantConfig.make = staticmethod(
+    stand_in(f"{LAYERS}.config.FusedMoEQuantConfig.make", made_config)
+)
 
 
 def oracle(name):
-    """A stand-in of one oracle: all backends have one class."""
+    """A stand-in of one oracle: all backends have one class.
+
+    Selections return ``choice``, or raise it; other functions return their own name.
+    """
     module = ModuleType(f"{LAYERS}.oracle.{name}")
     enum, members = BACKENDS[name]
-    backends = Enum(enum, {member: member for member in members})
+    module.backends = Enum(enum, {member: member for member in members})
+    module.choice = module.backends[members[0]]
+
+    def select(given):
+        if isinstance(module.choice, Exception):
+            raise module.choice
+        return module.choice, Theirs
 
     def backend_to_kernel_cls(backend):
         return [Theirs]
 
-    def _get_priority_backends_for_gpt_oss():
-        return list(backends)
-
-    setattr(module, enum, backends)
+    setattr(module, enum, module.backends)
     module.backend_to_kernel_cls = backend_to_kernel_cls
-    if name == "mxfp4":
-        module._get_priority_backends_for_gpt_oss = _get_priority_backends_for_gpt_oss
+    for path in record()[VERSION]:
+        owner, _, last = path.rpartition(".")
+        if owner == module.__name__ and last.startswith(("select_", "convert_", "make_")):
+            other = functools.partial(lambda last, given: last, last)
+            setattr(module, last, stand_in(path, select if "select" in last else other))
     return module
 
 
@@ -274,14 +383,29 @@ def modules():
         },
         f"{LAYERS}.modular_kernel": {
             c.__name__: c
-            for c in (FusedMoEActivationFormat, FusedMoEExperts, FusedMoEExpertsModular)
+            for c in (
+                FusedMoEActivationFormat, FusedMoEExperts, FusedMoEExpertsModular, FusedMoEKernel,
+            )
         },
+        f"{LAYERS}.config": {"FusedMoEQuantConfig": FusedMoEQuantConfig},
+        f"{LAYERS}.all2all_utils": {"maybe_make_prepare_finalize": stand_in(
+            f"{LAYERS}.all2all_utils.maybe_make_prepare_finalize", lambda given: Prepare(**given)
+        )},
         f"{LAYERS}.topk_weight_and_reduce": {
             c.__name__: c for c in (TopKWeightAndReduceNoOP, TopKWeightAndReduceDelegate)
         },
     }  # fmt: skip
     made = {ENVS.__name__: ENVS, CONFIG.__name__: CONFIG}
     made |= {(module := oracle(name)).__name__: module for name in BACKENDS}
+    method = ModuleType("vllm.model_executor.layers.quantization.method")
+    for module in [made[f"{LAYERS}.oracle.{name}"] for name in BACKENDS]:
+        vars(method).update({n: f for n, f in vars(module).items() if "_moe_" in n})
+    made[method.__name__] = method
+    MethodOfMarlin.backend = made[f"{LAYERS}.oracle.mxfp4"].backends.MARLIN
+    for name, owner in METHODS.items():
+        own = ModuleType(f"vllm.model_executor.layers.quantization.{name}")
+        setattr(own, owner, type(owner, (), dict(vars(MethodOfMarlin))))
+        made[own.__name__] = own
     for name, values in contents.items():
         made[name] = ModuleType(name)
         vars(made[name]).update(values)
@@ -297,23 +421,24 @@ def modules():
 
 def install(monkeypatch, package="moe_ops.integrations.vllm"):
     """Import the plug-in's modules anew, on stand-ins; returns a namespace of both."""
-    made, parts = modules(), ("_interface", "_schemes", "_experts", "_oracles")
-    ours = [f"{package}.{part}" for part in parts]
+    made = modules()
+    parts = ("_interface", "_place", "_requests", "_schemes", "_experts", "_weights", "_choice",
+             "_kernels", "_methods", "_factories", "_oracles")  # fmt: skip
+    ours = {part: f"{package}.{part}" for part in parts}
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ours:
+    for name in ours.values():
         monkeypatch.setitem(sys.modules, name, None)  # undone: absent, or as it was
         del sys.modules[name]
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    _, schemes, experts, _ = (importlib.import_module(name) for name in ours)
+    parts = {part.lstrip("_"): importlib.import_module(name) for part, name in ours.items()}
     return SimpleNamespace(
         plugin=importlib.import_module(package),
-        schemes=schemes,
-        experts=experts,
         platform=made["vllm.platforms"].current_platform,
-        oracles={name: made[f"{LAYERS}.oracle.{name}"] for name in BACKENDS},
         modules=made,
         envs=ENVS,
         config=CONFIG,
+        method=made["vllm.model_executor.layers.quantization.method"],
+        **{**parts, "oracles": {name: made[f"{LAYERS}.oracle.{name}"] for name in BACKENDS}},
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.bench import humming, vllm
+from moe_ops.bench import humming, vllm, vllm_methods
 from moe_ops.bench.installed import package, reason
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem
 from moe_ops.scheme import get_scheme
@@ -243,7 +243,19 @@ PEERS: dict[str, Peer] = {
     MODULAR: Peer(
         partial(vllm.missing, *vllm.TRITON), dict.fromkeys(_TRITON, vllm.modular), whole_groups
     ),
-    INSIDE: Peer(partial(vllm.missing, *vllm.OURS), dict.fromkeys(vllm.SERVED, vllm.served)),
+    INSIDE: Peer(
+        partial(vllm.missing, *vllm.OURS),
+        dict.fromkeys(vllm.SERVED, vllm.served)
+        | dict.fromkeys(vllm_methods.SCHEMES, partial(vllm_methods.served, vllm_methods.OURS)),
+    ),
+    "vllm-method-marlin": Peer(
+        partial(vllm.missing, *vllm.MARLIN),
+        dict.fromkeys(vllm_methods.SCHEMES, partial(vllm_methods.served, vllm_methods.MARLIN)),
+    ),
+    "vllm-method-humming": Peer(
+        vllm_methods.humming_missing,
+        dict.fromkeys(vllm_methods.SCHEMES, partial(vllm_methods.served, vllm_methods.HUMMING)),
+    ),
     "triton_kernels": Peer(
         triton_kernels_parts,
         dict.fromkeys(("bf16", "mxfp4_w4a16"), triton_kernels),

@@ -39,6 +39,7 @@ MARLIN = (
      "_C.silu_and_mul"),
 )  # fmt: skip
 DEEPGEMM = ("experts.deep_gemm_moe", TRITON[1])
+HUMMING = ("experts.fused_humming_moe", ())
 OURS = ("modular_kernel", ())
 MARLIN_ELEMENTS = {
     "int4_w4a16_g128": "uint4b8",
@@ -168,21 +169,18 @@ def _class(module: str, name: str) -> Any:
 
 def _kernel(experts_class: Any, config: Any, experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel of one rank; weights are processed as after loading a model."""
-    device = inputs.x.device
-    workspace = import_module("vllm.v1.worker.workspace")
-    if not workspace.is_workspace_manager_initialized():
-        workspace.init_workspace_manager(device)
+    workspace(inputs.x.device)
     layer = _layer(experts)
-    moe_config = _moe_config(experts, inputs)
+    config_of = moe_config(experts, inputs)
     prepare = import_module(f"{LAYERS}.all2all_utils").maybe_make_prepare_finalize(
-        moe=moe_config, quant_config=config, allow_new_interface=True
+        moe=config_of, quant_config=config, allow_new_interface=True
     )
-    run = experts_class(moe_config=moe_config, quant_config=config)
+    run = experts_class(moe_config=config_of, quant_config=config)
     run.process_weights_after_loading(layer)
     kernel = import_module(f"{LAYERS}.modular_kernel").FusedMoEKernel(prepare, run)
     how = {
-        "activation": moe_config.activation,
-        "global_num_experts": moe_config.num_experts,
+        "activation": config_of.activation,
+        "global_num_experts": config_of.num_experts,
         "expert_map": None,
         "apply_router_weight_on_input": False,
     }
@@ -202,8 +200,15 @@ def _layer(experts: Experts) -> nn.Module:
     return layer
 
 
-def _moe_config(experts: Experts, inputs: Inputs) -> Any:
-    """A ``FusedMoEConfig`` of vLLM for one rank."""
+def workspace(device: torch.device) -> None:
+    """Make the workspace that vLLM's kernels share, once."""
+    module = import_module("vllm.v1.worker.workspace")
+    if not module.is_workspace_manager_initialized():
+        module.init_workspace_manager(device)
+
+
+def moe_config(experts: Experts, inputs: Inputs, **more: Any) -> Any:
+    """A ``FusedMoEConfig`` of vLLM for one rank, with further fields."""
     module = import_module(f"{LAYERS}.config")
     activation = import_module(f"{LAYERS}.activation").MoEActivation
     count = experts.w1.shape[0]
@@ -220,4 +225,5 @@ def _moe_config(experts: Experts, inputs: Inputs) -> Any:
         routing_method=module.RoutingMethodType.Renormalize,
         moe_parallel_config=module.FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=inputs.x.dtype,
+        **more,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -28,8 +29,29 @@ def say_that_it_serves(engine: str, scheme: Scheme, activation: str) -> None:
         say_once(engine, f"runs the experts: {scheme.name}, {activation}")
 
 
+def or_say(engine: str, instead: str, register: Callable[[], str | None]) -> None:
+    """Call a plug-in's registration; whatever it raises is one line of the engine's log.
+
+    Everything but an interrupt is caught: an engine ends if a plug-in raises, and panics of
+    compiled extensions are no `Exception`.
+
+    Args:
+        engine: name of the engine's package.
+        instead: what the engine does without the plug-in.
+        register: returns why nothing was registered, or None.
+    """
+    try:
+        reason = register()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+    if reason:
+        say_once(engine, f"{instead}: {reason}")
+
+
 def found(module: str, name: str) -> Any:
-    """Return what a module calls ``name``, which may have dots, or None."""
+    """Return what a module calls ``name``, which may have dots, or None if it has no such name."""
     try:
         value: Any = import_module(module)
         for part in name.split("."):

@@ -127,7 +127,7 @@ def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
     per_word = 32 // bits
     _expect_dtype(x, torch.int32)
     _expect(x, (form.k, form.n // per_word), (form.k // per_word, form.n))
-    codes = _awq(x, bits).t() if is_awq(x, form) else _words(x.t(), bits)
+    codes = awq_codes(x, bits).t() if is_awq(x, form) else _words(x.t(), bits)
     return pack(codes, 1) if bits == 4 else codes.contiguous()
 
 
@@ -144,7 +144,7 @@ def _words(x: Tensor, bits: int) -> Tensor:
     return (x[..., None] >> shift & (2**bits - 1)).flatten(-2).to(torch.uint8)
 
 
-def _awq(x: Tensor, bits: int) -> Tensor:
+def awq_codes(x: Tensor, bits: int) -> Tensor:
     """Unpack AWQ words ``(rows, words)`` into ``(rows, columns)``."""
     words = _words(x, bits).unflatten(1, (-1, 32 // bits))
     order = AWQ_ORDER if bits == 4 else range(32 // bits)
@@ -230,7 +230,7 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
                 "qzeros must come with a layout that says awq (load_checkpoint), got none"
             )
         if form.layout.awq:
-            x = _awq(x, bits).t()
+            x = awq_codes(x, bits).t()
         else:  # zero point 0 less one wraps to the largest code
             x = _words(x, bits).t() + int(form.layout.zeros_plus_one is not False) & 2**bits - 1
     elif x.dtype == torch.int32:

@@ -95,6 +95,21 @@ def test_without_sglang_nothing_happens(log, monkeypatch):
     assert len(log.records) == 1 and "0.5.23" in log.text
 
 
+@pytest.mark.parametrize("failure", [TypeError("no"), SystemExit("no"), OSError("no")])
+def test_what_fails_is_one_line(engine, log, monkeypatch, failure):
+    """SGLang goes on with its own kernels, and its log says why."""
+
+    def fail():
+        raise failure
+
+    runner = sys.modules["moe_ops.integrations.sglang._runner"]
+    monkeypatch.setattr(runner, "install", fail)
+    register()
+    assert [f"kernels run: {type(failure).__name__}: no" in r.message for r in log.records] == [
+        True
+    ]
+
+
 def test_registered_once(engine, log):
     register()
     function = registered(engine)

@@ -1,19 +1,22 @@
 """The plug-in of vLLM on stand-ins of vLLM's classes; `make test-vllm` serves with vLLM itself."""
 
+import itertools
 import logging
 import sys
 from enum import Enum
+from types import ModuleType
 
 import pytest
 import torch
 import vllm_stand_ins as vllm
-from vllm_layers import AG, BATCH, FP8, INT8, KEYS, MXFP4, exchange, key, layer
+from vllm_layers import AG, BATCH, FP8, INT8, KEYS, exchange, key, layer
 
-from moe_ops.integrations import _engines
+from moe_ops.integrations import _engines, engines
 from moe_ops.integrations.vllm import register
 from moe_ops.scheme import get_scheme
 from moe_ops.version import __version__
 
+PLUGIN = "moe_ops.integrations.vllm"
 STANDARD = vllm.FusedMoEActivationFormat.Standard
 BATCHED = vllm.FusedMoEActivationFormat.BatchedExperts
 
@@ -23,7 +26,11 @@ OTHER_KEYS = {
     "fp8 weights alone": (key(FP8, (-1, 1)), None),
     "mxfp8": (key(FP8, (1, 32), scale=torch.uint8), key(FP8, (1, 32), False, torch.uint8)),
     "e8m0 blocks": (key(FP8, (128, 128), scale=torch.float8_e8m0fnu), KEYS["fp8_block128"][1]),
-    "mxfp4 rows": (MXFP4, key(torch.uint8, (1, 32), False, torch.uint8)),
+    "mxfp4": (key(torch.uint8, (1, 32), scale=torch.uint8), None),
+    "mxfp4 rows": (
+        key(torch.uint8, (1, 32), scale=torch.uint8),
+        key(torch.uint8, (1, 32), False, torch.uint8),
+    ),
     "zero points": (KEYS["int8_channel"][0]._replace(symmetric=False), KEYS["int8_channel"][1]),
     "two scales": (KEYS["int8_channel"][0]._replace(scale2=0), KEYS["int8_channel"][1]),
     "int8 tensor": (key(INT8, (-1, -1)), key(INT8, (-1, -1), static=False)),
@@ -61,6 +68,41 @@ def test_without_vllm_nothing_happens(log, monkeypatch):
     assert len(log.records) == 1 and "vllm" in log.text
 
 
+def failures():
+    """What importing an engine may raise; a panic of compiled Rust is no `Exception`."""
+    panic = type("PanicException", (BaseException,), {})
+    kinds = (
+        ImportError, ModuleNotFoundError, AttributeError, TypeError, ValueError, KeyError,
+        IndexError, NameError, UnboundLocalError, OSError, RuntimeError, NotImplementedError,
+        RecursionError, AssertionError, MemoryError, SyntaxError, SystemExit, GeneratorExit, panic,
+    )  # fmt: skip
+    return [kind("no\nsuch thing") for kind in kinds]
+
+
+def test_what_fails_is_one_line(engine, log, monkeypatch):
+    """Whatever is raised, and wherever: vLLM goes on with its own experts, and its log says why."""
+
+    class Broken(ModuleType):
+        def __getattr__(self, name):
+            raise failure
+
+    places = {"vllm.platforms": Broken("vllm.platforms"), f"{PLUGIN}._oracles": Broken("ours")}
+    for failure, (name, module) in itertools.product(failures(), places.items()):
+        _engines.say_once.cache_clear()
+        log.clear()
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, module)
+            register()
+        (record,) = log.records
+        assert "vLLM's own experts run: " in record.message, (name, failure)
+        assert "\n" not in record.message
+        assert classes(engine, "fp8", "TRITON") == [vllm.Theirs]
+    failure = KeyboardInterrupt()
+    monkeypatch.setitem(sys.modules, "vllm.platforms", places["vllm.platforms"])
+    with pytest.raises(KeyboardInterrupt):
+        register()
+
+
 def test_our_classes_go_first_once(engine, log):
     register()
     register()
@@ -73,7 +115,7 @@ def test_our_classes_go_first_once(engine, log):
     }
     assert first == {
         ("unquantized", "TRITON"), ("unquantized", "BATCHED_TRITON"), ("unquantized", "CPU"),
-        ("fp8", "TRITON"), ("fp8", "BATCHED_TRITON"), ("int8", "TRITON"), ("mxfp4", "XPU"),
+        ("fp8", "TRITON"), ("fp8", "BATCHED_TRITON"), ("int8", "TRITON"),
     }  # fmt: skip
     for name, backend in (("fp8", "CPU"), ("int8", "CPU"), ("mxfp4", "TRITON")):
         assert classes(engine, name, backend) == [vllm.Theirs]
@@ -97,6 +139,19 @@ def test_switched_off(engine, monkeypatch, log):
     assert classes(engine, "fp8", "TRITON") == [vllm.Theirs] and not log.records
 
 
+def test_what_would_be_taken(engine, monkeypatch):
+    """The doctor's answer: every kind of layer, or why not."""
+    kinds = ["not quantized, fp8, int8 per row", *engine.interface.FORMATS]
+    answer = engines.ask("vllm")
+    assert (answer.version, answer.takes, answer.leaves) == ("0.33.0", kinds, {})
+    monkeypatch.setattr(engine.oracles["w4a8"], "select_w4a8_moe_backend", lambda layer: None)
+    answer = engines.ask("vllm")
+    assert len(answer.takes) == 7 and "select_w4a8" in str(answer)
+    monkeypatch.setenv("MOE_OPS_VLLM", "0")
+    answer = engines.ask("vllm")
+    assert not answer.takes and set(answer.leaves.values()) == {"MOE_OPS_VLLM is 0"}
+
+
 def test_with_lora_theirs_run(engine, log):
     register()
     engine.config.current = type("Config", (), {"lora_config": object()})
@@ -104,15 +159,6 @@ def test_with_lora_theirs_run(engine, log):
     assert "LoRA" in log.text
     engine.config.current.lora_config = None
     assert len(classes(engine, "unquantized", "TRITON")) == 3
-
-
-@pytest.mark.parametrize("kind", ("cpu", "xpu"))
-def test_mxfp4_order(engine, kind):
-    engine.platform.kind = kind
-    register()
-    order = [b.value for b in engine.oracles["mxfp4"]._get_priority_backends_for_gpt_oss()]
-    theirs = ["MARLIN", "TRITON", "XPU", "CPU"]
-    assert order == (theirs if kind == "xpu" else ["MARLIN", "XPU", "TRITON", "CPU"])
 
 
 def interface():
@@ -133,7 +179,7 @@ def test_another_interface(engine, log, monkeypatch, module, name):
     *outer, last = name.split(".")
     for part in outer:
         owner = getattr(owner, part)
-    if last in ("TRITON", "XPU"):  # members of an enumeration
+    if last == "TRITON":  # a member of an enumeration
         others = [member.name for member in owner if member.name != last]
         monkeypatch.setattr(engine.modules[module], outer[0], Enum("Other", others))
     elif outer and isinstance(owner, type):
@@ -167,7 +213,6 @@ def test_other_keys(engine, name):
         ({}, "fp8_channel", None),
         ({"moe_parallel_config": AG}, "fp8_block32", None),
         ({"moe_parallel_config": AG}, "fp8_tensor", "one scale for rows of several ranks"),
-        ({"moe_parallel_config": AG}, "mxfp4_w4a16", "weight-only experts"),
         ({"moe_parallel_config": exchange()}, "unquantized", "parallel config"),
         ({"moe_parallel_config": BATCH}, "unquantized", "parallel config"),
         ({"is_lora_enabled": True}, "unquantized", "LoRA"),

@@ -1,6 +1,7 @@
 """``moe-ops doctor``: what it finds, here and on GPUs that are not here."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -61,6 +62,30 @@ def test_tuned_files_that_are_not_used_are_problems(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(tuned, "FOLDER", str(tmp_path / "none"))
     found = doctor.diagnose()
     assert "MOE_OPS_TUNED_DIR must name a folder" in found.problems[0] and found.tuned["all"] > 0
+
+
+ENGINES = {
+    "another": ("__version__ = '9.9'", "9.9", "vLLM's own experts run: vLLM 9.9 has no "),
+    "ends": ("import os; os._exit(3)", "cannot be imported", "leaves everything: exit 3"),
+}
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_engines_say_what_they_take(monkeypatch, tmp_path, case):
+    """Each is asked in a process of its own: whatever it does there, the doctor goes on."""
+    source, version, line = ENGINES[case]
+    monkeypatch.setattr(doctor.engines, "ENGINES", ("vllm",))
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    found = doctor.Diagnosis({}, [], "", tuned={"for_this_gpu": 0, "all": 0, "folder": None})
+    found.engines = doctor.engines.installed()
+    engine = found.engines["vllm"]
+    assert not engine.takes and engine.leaves
+    assert f"vllm        {version}" in str(found) and line in str(found)
+    assert json.loads(found.to_json())["engines"]["vllm"]["leaves"] == engine.leaves
 
 
 def test_an_old_torch_is_a_problem(monkeypatch):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from moe_ops.integrations._engines import say_once
+from moe_ops.integrations._engines import or_say
 
 SWITCH = "MOE_OPS_SGLANG"
 """Environment variable that turns the plug-in off if it is ``0``."""
@@ -28,16 +28,17 @@ __all__ = ["SWITCH", "VERSION", "register"]
 def register() -> None:
     """Let SGLang's Triton runner run this library; calling this again changes nothing.
 
-    If the installed SGLang has another interface, its log gets one line and nothing is changed.
+    If the installed SGLang has another interface, or anything else goes wrong, its log gets one
+    line and SGLang runs its own kernels.
     """
-    if os.environ.get(SWITCH) == "0":
-        return
+    if os.environ.get(SWITCH) != "0":
+        or_say("sglang", "SGLang's own kernels run", _register)
+
+
+def _register() -> str | None:
+    """Wrap SGLang's function, or return why not."""
     lacks = import_module(f"{__name__}._interface").missing()
     if lacks:
-        say_once(
-            "sglang",
-            f"SGLang's own kernels run: it has no {lacks} as this plug-in knows it (it was "
-            f"written for SGLang {VERSION})",
-        )
-        return
+        return f"it has no {lacks} as this plug-in knows it (it was written for SGLang {VERSION})"
     import_module(f"{__name__}._runner").install()
+    return None

@@ -62,6 +62,11 @@ def missing() -> str | None:
     return None
 
 
+def formats() -> dict[str, str | None]:
+    """Return the kinds of layers that the plug-in serves, each with a name that SGLang lacks."""
+    return {"layers of the Triton runner": missing()}
+
+
 def _parts(value: Any) -> tuple[str, ...]:
     """Names of a dataclass's fields, of a NamedTuple's, or of a function's parameters."""
     if is_dataclass(value):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from moe_ops.integrations._engines import found, say_once
+from moe_ops.integrations._engines import found, or_say
 
 SWITCH = "MOE_OPS_VLLM"
 """Environment variable that turns the plug-in off if it is ``0``."""
@@ -26,16 +26,21 @@ __all__ = ["SWITCH", "VERSIONS", "register"]
 def register() -> None:
     """Let vLLM choose this library's experts; calling this again changes nothing.
 
-    If the installed vLLM has another interface, its log gets one line and nothing is changed.
+    If the installed vLLM has another interface, or anything else goes wrong, its log gets one line
+    and vLLM runs its own experts.
     """
-    if os.environ.get(SWITCH) == "0":
-        return
+    if os.environ.get(SWITCH) != "0":
+        or_say("vllm", "vLLM's own experts run", _register)
+
+
+def _register() -> str | None:
+    """Wrap vLLM's functions, or return why not."""
     lacks = import_module(f"{__name__}._interface").missing()
     if lacks:
-        say_once(
-            "vllm",
-            f"vLLM's own experts run: vLLM {found('vllm', '__version__')} has no {lacks} as this "
-            f"plug-in knows it (it was written for {VERSIONS})",
+        version = found("vllm", "__version__")
+        return (
+            f"vLLM {version} has no {lacks} as this plug-in knows it (it was written for "
+            f"{VERSIONS})"
         )
-        return
     import_module(f"{__name__}._oracles").install()
+    return None

@@ -23,7 +23,7 @@ from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonE
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.packing import reads_packed
 from moe_ops.routing import RoutingMethodType
-from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Scheme, pack_weight
+from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Scheme, is_packed, pack_weight
 from moe_ops.tensors import QTensor
 
 ENGINE = "vllm"
@@ -179,7 +179,8 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack the weights that a kernel of the layer's GPU reads in the packed form.
 
-        Of the formats that have one, vLLM brings MXFP4 and int8 per row here, both weight-only.
+        vLLM brings int8 per row here in its plain form. Other formats are packed when vLLM converts
+        them, see `_weights`.
         """
         config = self.experts.quant_config
         if config.scheme.weight is None or config.scheme.activation is not None:
@@ -189,7 +190,7 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         tensors = {name: getattr(config, name) for name in TENSORS}
         for which, name in (("w13", "w1_scale"), ("w2", "w2_scale")):
             weight = getattr(layer, f"{which}_weight")
-            if not reads_packed(weight, *how, batch_invariant=invariant):
+            if is_packed(weight) or not reads_packed(weight, *how, batch_invariant=invariant):
                 continue
             scale = tensors[name].data
             packed = pack_weight(QTensor(weight.data, scale), config.scheme)
@@ -351,11 +352,9 @@ def refusal(
     )
     if not supported:
         return reason
-    if moe_config.moe_parallel_config.use_all2all_kernels and weight is not None:
-        if activation is None:
-            return "weight-only experts whose tokens are sent to other ranks are not supported"
-        if activation.per_tensor:
-            return "one scale for rows of several ranks is not supported"
+    sends = moe_config.moe_parallel_config.use_all2all_kernels
+    if sends and activation is not None and activation.per_tensor:
+        return "one scale for rows of several ranks is not supported"
     block = scheme.block_shape
     if block is not None and layer.intermediate_size % block[0]:
         return (

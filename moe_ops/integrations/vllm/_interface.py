@@ -8,16 +8,12 @@ from moe_ops.integrations._engines import found
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
 ORACLES = f"{LAYERS}.oracle"
+METHODS = "vllm.model_executor.layers.quantization"
+COMPRESSED = f"{METHODS}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 NAMES = {
     f"{ORACLES}.unquantized": ("backend_to_kernel_cls", "UnquantizedMoeBackend.TRITON"),
     f"{ORACLES}.fp8": ("backend_to_kernel_cls", "Fp8MoeBackend.TRITON"),
     f"{ORACLES}.int8": ("backend_to_kernel_cls", "Int8MoeBackend.TRITON"),
-    f"{ORACLES}.mxfp4": (
-        "backend_to_kernel_cls",
-        "_get_priority_backends_for_gpt_oss",
-        "Mxfp4MoeBackend.TRITON",
-        "Mxfp4MoeBackend.XPU",
-    ),
     f"{LAYERS}.activation": ("MoEActivation", "ApplyMoEActivationConfig"),
     f"{LAYERS}.topk_weight_and_reduce": (
         "TopKWeightAndReduceNoOP",
@@ -50,6 +46,82 @@ PARAMETERS = {
 }  # fmt: skip
 """Parameters of functions that this plug-in overrides, by module and name."""
 
+_KERNEL = ("moe_quant_config", "moe_config", "experts_cls", "routing_tables")
+_WEIGHTS = ("layer", "w13", "w2", "w13_scale", "w2_scale")
+_MXFP4 = ("layer", "w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias",
+          "w2_bias")  # fmt: skip
+_METHOD = {"__init__": ("self", "moe"), "process_weights_after_loading": ("self", "layer"),
+           "get_fused_moe_quant_config": ("self", "layer")}  # fmt: skip
+_SWIGLU = ("swiglu_limit", "gemm1_alpha", "gemm1_beta")
+FORMATS: dict[str, dict[str, tuple[str, ...]]] = {
+    "int4 and int8 in groups": {
+        f"{ORACLES}.int_wna16.select_wna16_moe_backend": ("config", "quant_config", "may_have_zp"),
+        f"{ORACLES}.int_wna16.convert_to_wna16_moe_kernel_format": (
+            "backend", "quant_config", *_WEIGHTS, "w13_qzeros", "w2_qzeros", "w13_bias", "w2_bias",
+        ),
+        f"{ORACLES}.int_wna16.make_wna16_moe_kernel": ("backend", *_KERNEL),
+    },
+    "int4 under fp8": {
+        f"{ORACLES}.w4a8.select_w4a8_moe_backend": ("config",),
+        f"{ORACLES}.w4a8.convert_to_w4a8_moe_kernel_format": (
+            "backend", "w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale",
+        ),
+        f"{ORACLES}.w4a8.make_w4a8_moe_kernel": ("backend", *_KERNEL),
+    },
+    "NVFP4": {
+        f"{ORACLES}.nvfp4.select_nvfp4_moe_backend": ("config",),
+        f"{ORACLES}.nvfp4.convert_to_nvfp4_moe_kernel_format": (
+            "nvfp4_backend", *_WEIGHTS, "w13_scale_2", "w2_scale_2",
+        ),
+        f"{ORACLES}.nvfp4.make_nvfp4_moe_quant_config": (
+            "backend", "w13_scale", "w2_scale", "w13_scale_2", "w2_scale_2", "swiglu_limit",
+            "swiglu_alpha", "swiglu_beta",
+        ),
+        f"{ORACLES}.nvfp4.make_nvfp4_moe_kernel": ("backend", *_KERNEL),
+    },
+    "MXFP4": {
+        f"{ORACLES}.mxfp4.select_mxfp4_moe_backend": ("config", "activation_key"),
+        f"{ORACLES}.mxfp4.select_deepseek_v4_mxfp4_moe_backend": ("config",),
+        f"{ORACLES}.mxfp4.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format": (
+            "mxfp4_backend", *_MXFP4,
+        ),
+        f"{ORACLES}.mxfp4.convert_weight_to_mxfp4_moe_kernel_format": ("mxfp4_backend", *_MXFP4),
+        f"{ORACLES}.mxfp4.make_mxfp4_moe_quant_config": (
+            "mxfp4_backend", "w1_scale", "w2_scale", "w1_bias", "w2_bias", *_SWIGLU,
+        ),
+        f"{ORACLES}.mxfp4.make_mxfp4_moe_kernel": ("mxfp4_backend", *_KERNEL),
+    },
+    "MXFP8": {
+        f"{ORACLES}.mxfp8.select_mxfp8_moe_backend": ("config",),
+        f"{ORACLES}.fp8.convert_to_fp8_moe_kernel_format": ("fp8_backend", *_WEIGHTS),
+        f"{ORACLES}.fp8.make_fp8_moe_quant_config": (
+            "fp8_backend", "w1_scale", "w2_scale", "w1_bias", "w2_bias", *_SWIGLU,
+        ),
+        f"{ORACLES}.fp8.make_fp8_moe_kernel": ("fp8_backend", *_KERNEL),
+    },
+    "MXFP4 that compressed-tensors calls W4A4": {
+        f"{COMPRESSED}_w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod.{name}": parameters
+        for name, parameters in _METHOD.items()
+    },
+    "MXFP4 of AutoRound": {
+        f"{METHODS}.inc.schemes.inc_mxfp4_moe.INCMxfp4MoEMethod.{name}": parameters
+        for name, parameters in _METHOD.items()
+    },
+}  # fmt: skip
+"""Functions that are wrapped or called for each family of formats, with the parameters that are
+read or passed."""
+MAKERS: dict[str, tuple[str, ...]] = {
+    f"{LAYERS}.config.FusedMoEQuantConfig.make": (
+        "quant_dtype", "per_act_token_quant", "w1_scale", "w2_scale", "g1_alphas", "g2_alphas",
+        "w1_bias", "w2_bias", "weight_dtype", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit",
+    ),
+    f"{LAYERS}.all2all_utils.maybe_make_prepare_finalize": (
+        "moe", "quant_config", "routing_tables", "allow_new_interface", "use_monolithic",
+    ),
+    f"{LAYERS}.modular_kernel.FusedMoEKernel.__init__": ("prepare_finalize", "fused_experts"),
+}  # fmt: skip
+"""Functions that the wrappers of all formats call, with the parameters that they pass."""
+
 
 def missing() -> str | None:
     """Return the first name that vLLM lacks, or whose parameters are others; None: no such name."""
@@ -63,3 +135,32 @@ def missing() -> str | None:
             if function is None or tuple(signature(function).parameters) != parameters:
                 return f"{module}.{name}"
     return None
+
+
+def missing_of(format: str) -> str | None:
+    """Return the first function of `FORMATS` or `MAKERS` that vLLM lacks; None: no such function.
+
+    A function that lacks a parameter which wrappers use counts as missing.
+    """
+    for name, parameters in {**FORMATS[format], **MAKERS}.items():
+        function = found(*split(name))
+        if function is None or not set(parameters) <= set(signature(function).parameters):
+            return name
+    return None
+
+
+def split(name: str) -> tuple[str, str]:
+    """Return the module of a dotted name and the rest, which begins at the first capital letter."""
+    parts = name.split(".")
+    classes = [i for i, part in enumerate(parts) if part[0].isupper()]
+    end = classes[0] if classes else len(parts) - 1
+    return ".".join(parts[:end]), ".".join(parts[end:])
+
+
+def formats() -> dict[str, str | None]:
+    """Return the kinds of layers that the plug-in serves, each with a name that vLLM lacks."""
+    plain = "not quantized, fp8, int8 per row"
+    lacks = missing()
+    if lacks is not None:
+        return dict.fromkeys((plain, *FORMATS), lacks)
+    return {plain: None, **{format: missing_of(format) for format in FORMATS}}

@@ -8,16 +8,15 @@ function is wrapped here. The chosen backend also decides how vLLM stores the we
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from typing import Any
 
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
-from vllm.platforms import current_platform
 
 from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.vllm._experts import ENGINE, BatchedMoeOpsExperts, MoeOpsExperts
+from moe_ops.integrations.vllm._factories import changes, everywhere
 from moe_ops.integrations.vllm._interface import ORACLES
 from moe_ops.version import __version__
 
@@ -26,31 +25,24 @@ PLACES = {
     "unquantized": ("TRITON", "BATCHED_TRITON", "CPU"),
     "fp8": ("TRITON", "BATCHED_TRITON"),
     "int8": ("TRITON",),
-    "mxfp4": ("XPU",),
 }
 """Backends of each oracle at which this library goes first. vLLM stores their weights in the layout
-of checkpoints, which is also this library's. ``XPU`` is MXFP4's only such backend in which
-activations are not quantized; see `_before_triton`."""
-WRAPPED = "_wrapped_by_moe_ops"
+of checkpoints, which is also this library's. Other formats: see `_factories`."""
 
 
 def install() -> None:
-    """Wrap the functions of all oracles; calling this again changes nothing."""
+    """Wrap the functions of all oracles; calling this again changes nothing.
+
+    Nothing is changed if this raises.
+    """
+    wanted = [*changes()]
     for name, backends in PLACES.items():
-        _wrap(f"{ORACLES}.{name}", "backend_to_kernel_cls", _ours_first(backends))
-    _wrap(f"{ORACLES}.mxfp4", "_get_priority_backends_for_gpt_oss", _before_triton)
+        function = import_module(f"{ORACLES}.{name}").backend_to_kernel_cls
+        wanted += everywhere(function, _ours_first(backends))
+    for owner, name, value in wanted:
+        setattr(owner, name, value)
     # vLLM caches compiled graphs by its variables, and on the CPU a graph holds our operators.
     envs.environment_variables["MOE_OPS_VERSION"] = lambda: __version__
-
-
-def _wrap(module: str, name: str, wrapper: Callable[[Callable], Callable]) -> None:
-    """Replace a function of a module by ``wrapper(function)``, once."""
-    owner = import_module(module)
-    function = getattr(owner, name)
-    if not getattr(function, WRAPPED, False):
-        wrapped = wraps(function)(wrapper(function))
-        setattr(wrapped, WRAPPED, True)
-        setattr(owner, name, wrapped)
 
 
 def _ours_first(backends: tuple[str, ...]) -> Callable[[Callable], Callable]:
@@ -75,22 +67,3 @@ def _has_lora() -> bool:
     """Whether the model that is being made has LoRA."""
     config = get_current_vllm_config_or_none()
     return config is not None and config.lora_config is not None
-
-
-def _before_triton(function: Callable) -> Callable:
-    """Wrap the order of MXFP4 backends: XPU comes before TRITON, whose weights are swizzled.
-
-    vLLM's own classes of XPU decline on other devices, so vLLM goes on to TRITON if ours do.
-    """
-
-    def backends() -> list[Any]:
-        order = list(function())
-        names = [backend.value for backend in order]
-        if current_platform.is_xpu() or not {"XPU", "TRITON"} <= set(names):
-            return order
-        xpu, triton = names.index("XPU"), names.index("TRITON")
-        if triton < xpu:
-            order.insert(triton, order.pop(xpu))
-        return order
-
-    return backends

@@ -27,17 +27,30 @@ W8A8 = {
 """Schemes by element, groups of weights and activations, and whether activation scales are given.
 Other group shapes are blocks."""
 
+WEIGHTS = {
+    ("mxfp4", None): "mxfp4_w4a16",
+    ("mxfp4", "fp8"): "mxfp4_w4a8_token",
+    ("mxfp8", None): "|fp8:1x32:e8m0",
+    ("nvfp4", None): "nvfp4_w4a16",
+    ("int4", "fp8"): "int4_w4a8_g128",
+}
+"""Schemes by what vLLM calls the element of weights, and of activations: None, or fp8 per token."""
+
 
 def scheme_of_keys(weight_key: Any, activation_key: Any) -> Scheme | None:
-    """Return the scheme of two ``QuantKey`` or None; None: no scheme of this plug-in."""
+    """Return the scheme of two ``QuantKey`` or None; None: no scheme of this plug-in.
+
+    A `Scheme` in place of the first one is returned: `_factories` asks for layers by schemes.
+    """
+    if isinstance(weight_key, Scheme):
+        return weight_key
     if weight_key is None and activation_key is None:
         return UNQUANTIZED
     if weight_key is None or not _is_plain(weight_key):
         return None
-    scale = weight_key.scale
     if activation_key is None:
-        mxfp4 = (weight_key.dtype, scale.dtype, tuple(scale.group_shape))
-        return SCHEMES["mxfp4_w4a16"] if mxfp4 == (torch.uint8, torch.uint8, (1, 32)) else None
+        return None
+    scale = weight_key.scale
     of_rows = activation_key.scale
     element = ELEMENTS.get(weight_key.dtype)
     if not _is_plain(activation_key) or activation_key.dtype != weight_key.dtype:
@@ -70,18 +83,22 @@ def library_config(config: Any, num_local_experts: int) -> FusedMoEQuantConfig:
         NotImplementedError: a configuration of another kind.
     """
     scheme = _scheme(config)
-    tensors = {
-        f"{name}{i}_{kind}": getattr(config, f"{name}{i}_{kind}")
-        for name, kind in (("w", "scale"), ("w", "bias"), ("a", "scale"))
-        for i in (1, 2)
-    }
-    activation = scheme.activation
-    for name in ("w1_scale", "w2_scale"):
-        given = scheme.weight is not None
-        tensors[name] = weight_scales(tensors[name], num_local_experts, scheme) if given else None
-    for name in ("a1_scale", "a2_scale"):
-        given = activation is not None and activation.static
-        tensors[name] = tensors[name].reshape(1) if given else None
+    tensors = {f"w{i}_bias": getattr(config, f"w{i}_bias") for i in (1, 2)}
+    weight, activation = scheme.weight, scheme.activation
+    for i in (1, 2):
+        scale, zero_point, factor, of_rows = (
+            getattr(config, name.format(i))
+            for name in ("w{}_scale", "w{}_zp", "g{}_alphas", "a{}_scale")
+        )
+        if weight is not None:
+            tensors[f"w{i}_scale"] = weight_scales(scale, num_local_experts, scheme)
+            tensors[f"w{i}_zp"] = zero_point if weight.zero_point else None
+        if weight is not None and weight.channel_scale:
+            tensors[f"g{i}_alphas"] = factor.reshape(num_local_experts, -1)
+        elif weight is not None and weight.global_scale:
+            tensors[f"w{i}_gscale"] = factor
+        if activation is not None and activation.static:
+            tensors[f"a{i}_scale"] = of_rows.reshape(1)
     return FusedMoEQuantConfig(scheme, **tensors)
 
 
@@ -90,15 +107,26 @@ def _scheme(config: Any) -> Scheme:
     weight, rows, block = config.weight_quant_dtype, config.quant_dtype, config.block_shape
     if weight is None and rows is None:
         return UNQUANTIZED
-    if weight == "mxfp4":
-        return SCHEMES["mxfp4_w4a16"]
-    if weight == torch.int8 and rows is None and block is None and config.w1_zp is None:
-        return SCHEMES["int8_w8a16"]
+    if rows is None and weight in ("int4", torch.int8):
+        return _integers("int4_w4a16" if weight == "int4" else "int8_w8a16", config)
+    token = rows == torch.float8_e4m3fn and config.per_act_token_quant
+    name = WEIGHTS.get((weight, "fp8" if token else rows))
+    if name is not None:
+        return get_scheme(name)
     element = ELEMENTS.get(weight)
     if element is None or rows != weight:
-        raise NotImplementedError(f"quant_config must be W8A8 or MXFP4, got {weight} and {rows}")
+        raise NotImplementedError(
+            f"quant_config must be one that this plug-in knows, got {weight} and {rows}"
+        )
     if block is not None:
         return get_scheme(block_name(element, tuple(block)))
     if config.per_act_token_quant:
         return SCHEMES[f"{element}_channel"]
     return SCHEMES[f"{element}_tensor" + ("" if config.a1_scale is None else "_static")]
+
+
+def _integers(name: str, config: Any) -> Scheme:
+    """Return the scheme of integer weights with a scale per group along K, or per row."""
+    if config.block_shape is None:
+        return SCHEMES["int4_w4a16_channel" if name == "int4_w4a16" else name]
+    return get_scheme(f"{name}_g{config.block_shape[1]}" + "_zp" * (config.w1_zp is not None))

@@ -1,0 +1,62 @@
+"""Whether this library serves a layer for which vLLM has chosen a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moe_ops.integrations._engines import say_once
+from moe_ops.integrations.vllm._experts import (
+    ENGINE,
+    BatchedMoeOpsExperts,
+    MoeOpsExperts,
+    refusal,
+)
+from moe_ops.integrations.vllm._place import Place
+from moe_ops.integrations.vllm._requests import Given
+from moe_ops.scheme import Scheme
+
+REPLACED = {
+    "TRITON", "TRITON_UNFUSED", "TRITON_MXFP8", "MARLIN", "BATCHED_MARLIN", "HUMMING", "CUTLASS",
+    "EMULATION", "CPU", "ZEN_CPU",
+}  # fmt: skip
+"""vLLM's choices that this library goes before. ``CUTLASS`` is that of int4 under fp8. Others are
+kernels for Blackwell, or for GPUs of other vendors."""
+
+
+def chosen(
+    given: Given, backend: Any, schemes: Callable[[Given], list[Scheme]], *, moves: bool
+) -> tuple[Place, type] | None:
+    """Return what a layer keeps if this library serves it; None, and a log line, otherwise."""
+    config = given["config"]
+    batched = config.moe_parallel_config.use_batched_activation_format
+    experts = BatchedMoeOpsExperts if batched else MoeOpsExperts
+    theirs = None if backend is None else backend.value
+    try:
+        reason = _prevented(config, theirs, moves=moves)
+        wanted = [] if reason else schemes(given)
+        able = [x for x in wanted if refusal(experts.EXPERTS, config, x) is None]
+        for scheme in able[:1] or wanted[-1:]:  # if none, the last one's reason is the log line
+            format = experts.activation_format()
+            supported, _ = experts.is_supported_config(experts, config, scheme, None, format)
+            if supported:
+                instead = "where vLLM has no experts" if theirs is None else f"before {theirs}"
+                say_once(ENGINE, f"{scheme.name} goes {instead}")
+                return Place(config, scheme), experts
+    except Exception as error:  # whatever is wrong with this plug-in, vLLM serves the layer
+        reason = str(error) or type(error).__name__
+    if reason:
+        say_once(ENGINE, f"vLLM's own experts run: {reason}")
+    return None
+
+
+def _prevented(config: Any, backend: str | None, *, moves: bool) -> str | None:
+    """Return why a layer is not asked for, whatever its scheme, or None."""
+    asked = config.moe_backend
+    if asked not in ("auto", "triton"):
+        return f"moe_backend is {asked!r}"
+    if backend is not None and backend not in REPLACED:
+        return f"vLLM chooses {backend}"
+    if config.moe_parallel_config.enable_eplb and not moves:
+        return "experts that move between ranks are not supported in this format"
+    return None

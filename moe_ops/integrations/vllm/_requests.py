@@ -1,0 +1,73 @@
+"""What a layer of vLLM asks for, as schemes of this library: by the arguments of selections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_ops.integrations._engines import found
+from moe_ops.integrations.vllm._interface import ORACLES
+from moe_ops.scheme import SCHEMES, Scheme, get_scheme
+
+Given = Mapping[str, Any]
+"""Arguments of a function of vLLM by their names."""
+
+
+def group_schemes(given: Given) -> list[Scheme]:
+    """Return the scheme of int4 or int8 weights with a scale per group along K, or per row.
+
+    Raises:
+        NotImplementedError, ValueError: an order of columns, zero points, or sizes of groups that
+            are not served.
+    """
+    config, kind = given["quant_config"], type(given["quant_config"]).__name__
+    bits = _first(config, "num_bits", "weight_bits")
+    if getattr(config, "desc_act", False) or getattr(config, "actorder", None) == "group":
+        raise NotImplementedError("columns in the order of activations are not supported")
+    zero_point = bool(given["may_have_zp"])
+    if zero_point and kind == "AutoGPTQConfig":
+        raise NotImplementedError("zero points of GPTQ are not supported")
+    element = {4: "int4_w4a16", 8: "int8_w8a16"}.get(bits)
+    if element is None:
+        raise NotImplementedError(f"weights of {bits} bits are not supported")
+    size = config.group_size
+    if size is not None and size > 0:
+        layer = given["config"]
+        sizes = (layer.hidden_dim, layer.intermediate_size_per_partition)
+        while kind == "MoeWNA16Config" and size > 32 and any(n % size for n in sizes):
+            size //= 2  # as its method does
+        if any(n % size for n in sizes):
+            raise NotImplementedError(
+                f"hidden and intermediate sizes must be multiples of the group {size}, got {sizes}"
+            )
+        return [get_scheme(f"{element}_g{size}" + "_zp" * zero_point)]
+    if kind == "QuantizationArgs" or zero_point or bits == 8:
+        raise NotImplementedError(
+            "integers with one scale per row are not supported in this format"
+        )
+    return [SCHEMES["int4_w4a16_channel"]]
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((getattr(config, name) for name in names if hasattr(config, name)), None)
+
+
+def mxfp4_schemes(given: Given) -> list[Scheme]:
+    """Return the schemes of MXFP4 weights under the activations that a checkpoint asks for."""
+    asked = None
+    if "activation_key" in given:
+        resolved = found(f"{ORACLES}.mxfp4", "_resolve_activation_key")  # with the user's wish
+        key = given["activation_key"]
+        asked = of_activation(key if resolved is None else resolved(key))
+    return [*([] if asked is None else [asked]), SCHEMES["mxfp4_w4a16"]]
+
+
+def of_activation(key: Any) -> Scheme | None:
+    """Return the scheme of MXFP4 weights under activations that a ``QuantKey`` describes.
+
+    fp8 activations are quantized per token, in place of blocks or groups: that loses least beside
+    the given sizes. None: weights alone are quantized, as vLLM does for keys without kernels.
+    """
+    if key is None or "float8" not in str(key.dtype) or key.scale.static:
+        return None
+    return SCHEMES["mxfp4_w4a8_token"]
