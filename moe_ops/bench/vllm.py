@@ -225,5 +225,6 @@ def moe_config(experts: Experts, inputs: Inputs, **more: Any) -> Any:
         routing_method=module.RoutingMethodType.Renormalize,
         moe_parallel_config=module.FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=inputs.x.dtype,
+        max_num_tokens=max(1, len(inputs.x)),  # CUTLASS experts have memory for so many
         **more,
     )
