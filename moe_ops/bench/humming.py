@@ -56,18 +56,14 @@ def missing() -> str | None:
 def tensors_of(weight: Any) -> dict[str, Tensor]:
     """A weight in Humming's layout before it is repacked: codes in int32 words, and scales.
 
-    Integer codes are offset by half of their range. A float32 scale of a row is cast to bf16, the
-    dtype that Humming takes.
+    See `vllm.codes_and_scales` for the codes. A float32 scale of a row is cast to bf16, the dtype
+    that Humming takes.
 
     Args:
         weight: a `moe_ops.scheme.QTensor`.
     """
-    codes, scale = weight.data.contiguous().view(torch.uint8), weight.scale
-    if weight.data.dtype == torch.int8:
-        codes = codes ^ 128
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    elif scale.numel() == len(codes) * codes.shape[1]:
+    codes, scale = vllm.codes_and_scales(weight)
+    if scale.dtype == torch.float32 and scale.numel() == len(codes) * codes.shape[1]:
         scale = scale.reshape(*codes.shape[:2], 1).to(torch.bfloat16)
     return {"weight": codes.view(torch.int32), "weight_scale": scale.contiguous()}
 

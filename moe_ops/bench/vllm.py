@@ -121,7 +121,21 @@ def _marlin_weight(weight: Any) -> tuple[Tensor, Tensor]:
 def gptq_layout(weight: Any) -> tuple[Tensor, Tensor]:
     """Codes as words ``(E, K / n, N)`` int32, the first of n k lowest; scales ``(E, G, N)`` bf16.
 
-    Integer codes are offset by half of their range, and 4-bit floats are their bits.
+    See `codes_and_scales` for the codes.
+
+    Args:
+        weight: a `moe_ops.scheme.QTensor`.
+    """
+    codes, scale = codes_and_scales(weight)
+    scale = scale.reshape(*codes.shape[:2], -1).to(torch.bfloat16)
+    words = codes.view(torch.int32)  # two 4-bit codes a byte, the even k lower
+    return words.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
+
+
+def codes_and_scales(weight: Any) -> tuple[Tensor, Tensor]:
+    """The bytes of a weight with integers offset by half of their range, and its scales.
+
+    Floats are their bits. Bytes that are e8m0 scales get that dtype.
 
     Args:
         weight: a `moe_ops.scheme.QTensor`.
@@ -131,9 +145,7 @@ def gptq_layout(weight: Any) -> tuple[Tensor, Tensor]:
         codes = codes ^ 128
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
-    scale = scale.reshape(*codes.shape[:2], -1).to(torch.bfloat16)
-    words = codes.view(torch.int32)  # two 4-bit codes a byte, the even k lower
-    return words.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
+    return codes, scale
 
 
 # The modular kernel

@@ -307,7 +307,7 @@ def test_what_cannot_be_adapted_leaves_the_model_as_it_was():
 
 
 def test_experts_that_transformers_has_split_over_ranks(tmp_path):
-    """By its own code, which has hooked other modules since 5.21; here over one rank."""
+    """transformers' own code splits them, over one rank; it hooks other modules since 5.21."""
     model, _ = models(in_blocks)
     plan = {f"model.{name}": style for name, style in model.config.base_model_ep_plan.items()}
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)

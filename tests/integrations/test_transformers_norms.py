@@ -174,7 +174,7 @@ def test_quantized_saved_and_loaded_with_adapters(scheme, model, device, tmp_pat
 
 
 def test_tensors_of_experts_that_are_not_theirs_are_named(model, device, tmp_path):
-    """Those that the module itself has are not unexpected; others are."""
+    """Tensors that the module itself has are not unexpected; others are."""
     moe_ops.quantize_(model, "int8_w8a16", progress=False)
     model.experts()[1].post_expert_norm.register_buffer("stray", torch.zeros(2))
     model.save_pretrained(tmp_path)

@@ -66,7 +66,7 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_served(written, name):
-    """The same text; this library's operators ran, and no others' ran in their place.
+    """Texts are equal; this library's operators ran, and no others' ran in their place.
 
     The compiled graphs of both engines are in one cache: neither takes the other's.
     """

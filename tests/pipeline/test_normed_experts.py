@@ -105,7 +105,7 @@ def test_gradients(activation, device):
 
 
 def test_adapters(device):
-    """Those of merged weights."""
+    """Adapters give what merged weights give."""
     problem = SMALL.with_(has_bias=False, num_local_experts=None)
     inputs, norm = make_inputs(problem, device), Norm(64).to(device)
     g = torch.Generator().manual_seed(1)

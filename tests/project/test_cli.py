@@ -153,7 +153,7 @@ def test_explain_where_nothing_serves(capsys):
 
 
 def test_explain_names_gpus(capsys):
-    """By a short name, by the full one, or by an architecture, for which one GPU stands."""
+    """A GPU has a short and a full name; an architecture stands for one of its GPUs."""
     found = {}
     for name in ("h100", "H200", "NVIDIA H200", "sm_90", "b200"):
         assert exit_code(["explain", "--model", "tiny", "--device", name, "--json"]) == 0
