@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -194,20 +193,18 @@ def from_pretrained(path: Any, *, auto_class: Any = None, **arguments: Any) -> A
     auto_class = auto_class or transformers.AutoModelForCausalLM
     try:
         return auto_class.from_pretrained(path, config=config, **arguments)
-    except (SafetensorError, JSONDecodeError):
-        _refuse_broken_files(path, hub)
+    except JSONDecodeError:
+        _check_index(path, hub)
         raise
 
 
-def _refuse_broken_files(path: Any, hub: dict[str, Any]) -> None:
-    """Raise ValueError with the name of a broken file, which errors of transformers leave out."""
+def _check_index(path: Any, hub: dict[str, Any]) -> None:
+    """Raise ValueError with the name of a broken index, which transformers' error leaves out."""
     hub = {name: x for name, x in hub.items() if name not in ("trust_remote_code", "code_revision")}
     config = cached_file(path, "config.json", **hub)
     folder = Path(config or path).parent
     if (folder / INDEX).exists():
         weight_map(folder / INDEX)
-    for file in sorted(folder.glob("*.safetensors")):
-        SafetensorsFile(file)
 
 
 class _QuantizerOfParts:

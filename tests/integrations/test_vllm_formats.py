@@ -21,6 +21,7 @@ from vllm_formats import (
 )
 from vllm_layers import AG, BATCH, FP8, exchange, expected, key, layer, problem, served
 
+from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.integrations import _engines
 from moe_ops.scheme import get_scheme, is_packed, pack_weight
 
@@ -277,6 +278,18 @@ def test_a_gpu_without_fp8(engine, monkeypatch, log):
     monkeypatch.setattr(engine.choice, "refusal", refusal)
     assert Method(engine, layer(), "mxfp4_w4a8_token").kept.scheme.name == "mxfp4_w4a16"
     assert [record.message for record in log.records] == ["moe_ops: mxfp4_w4a16 goes before MARLIN"]
+
+
+def test_a_gpu_before_hopper(engine, log):
+    """Marlin stays there, unless this library is asked for; Triton's experts do not."""
+    oracle, kept = engine.oracles["int_wna16"], []
+    with assumed(NO_GPU._replace(arch=80)):
+        for backend, asked in (("MARLIN", "auto"), ("MARLIN", "triton"), ("TRITON", "auto")):
+            oracle.choice = oracle.backends[backend]
+            kept.append(Method(engine, layer(moe_backend=asked), "int4_w4a16_g32").kept)
+    assert kept[0] is oracle.backends["MARLIN"]
+    assert [place.scheme.name for place in kept[1:]] == ["int4_w4a16_g32"] * 2
+    assert "vLLM chooses MARLIN on a GPU before Hopper" in log.records[0].message
 
 
 def test_without_a_place_vllms_functions_run(engine):

@@ -10,6 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import moe_ops
+from moe_ops.pipeline import normed_experts as module
+from moe_ops.pipeline.fused_experts import expert_rows
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.normed_experts import normed_experts
 from moe_ops.tensors import Routing
@@ -102,6 +104,23 @@ def test_gradients(activation, device):
         a, b = a.cpu().double(), b.nan_to_num()
         assert (a - b).abs().max() <= 1e-5 * b.abs().max(), name
         assert b.any()
+
+
+def test_rows_of_skipped_slots_are_not_read(device, monkeypatch):
+    """They are memory that nothing was written to: no gradient may see it, the norm's either."""
+    inputs, kept = with_nan(make_inputs(SMALL, device))
+    found = []
+    for poison in (0.0, torch.nan):
+
+        def poisoned(*given, number=poison, **named):
+            return expert_rows(*given, **named).masked_fill(~kept.view(-1, 1), number)
+
+        monkeypatch.setattr(module, "expert_rows", poisoned)
+        norm = Norm(64).to(device)
+        leaves = {k: getattr(inputs, k).clone().requires_grad_() for k in LEAVES}
+        out = run(SMALL, inputs._replace(**leaves), norm)
+        found.append((out, *torch.autograd.grad(out.sum(), [*leaves.values(), norm.weight])))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_adapters(device):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from moe_ops.dispatch.device import device_facts
 from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.vllm._experts import (
     ENGINE,
@@ -22,6 +25,8 @@ REPLACED = {
 }  # fmt: skip
 """vLLM's choices that this library goes before. ``CUTLASS`` is that of int4 under fp8. Others are
 kernels for Blackwell, or for GPUs of other vendors."""
+FOR_OLDER_GPUS = ("MARLIN", "BATCHED_MARLIN", "HUMMING")
+"""vLLM's choices that stay on GPUs before Hopper, where this library was not timed beside them."""
 
 
 def chosen(
@@ -57,6 +62,11 @@ def _prevented(config: Any, backend: str | None, *, moves: bool) -> str | None:
         return f"moe_backend is {asked!r}"
     if backend is not None and backend not in REPLACED:
         return f"vLLM chooses {backend}"
+    older = device_facts(torch.device(config.device)).arch < 90
+    if older and backend in FOR_OLDER_GPUS and asked == "auto":
+        return (
+            f"vLLM chooses {backend} on a GPU before Hopper (--moe-backend triton asks for moe_ops)"
+        )
     if config.moe_parallel_config.enable_eplb and not moves:
         return "experts that move between ranks are not supported in this format"
     return None
