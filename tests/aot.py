@@ -280,12 +280,12 @@ def releases_one_stage(kernel: Any) -> bool:
             loops.pop()
         if "scf.for" in line:
             loops.append(depth)
-            chosen |= dict.fromkeys(re.findall(r"(%\w+) = ", line.split("scf.for")[1]), len(loops))
-        elif defined := re.match(r"\s*(%\w+)(?::\d+)? = (.*)", line):
+            chosen |= dict.fromkeys(re.findall(r"(%[\w.]+) = ", line.split("scf.for")[1]), len(loops))
+        elif defined := re.match(r"\s*(%[\w.]+)(?::\d+)? = (.*)", line):
             chosen[defined[1]] = len(loops)
-            if index := re.match(r"ttg\.memdesc_index %\w+\[(%\w+)", defined[2]):
+            if index := re.match(r"ttg\.memdesc_index %[\w.]+\[(%[\w.]+)", defined[2]):
                 barriers[defined[1]] = index[1]
-        if arrival := re.search(r"async_copy_mbarrier_arrive (%\w+)", line):
+        if arrival := re.search(r"async_copy_mbarrier_arrive (%[\w.]+)", line):
             at = barriers[arrival[1]]
             if chosen.get(at, 1) < len(loops):
                 return True
