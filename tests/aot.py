@@ -280,7 +280,8 @@ def releases_one_stage(kernel: Any) -> bool:
             loops.pop()
         if "scf.for" in line:
             loops.append(depth)
-            chosen |= dict.fromkeys(re.findall(r"(%[\w.]+) = ", line.split("scf.for")[1]), len(loops))
+            values = re.findall(r"(%[\w.]+) = ", line.split("scf.for")[1])
+            chosen |= dict.fromkeys(values, len(loops))
         elif defined := re.match(r"\s*(%[\w.]+)(?::\d+)? = (.*)", line):
             chosen[defined[1]] = len(loops)
             if index := re.match(r"ttg\.memdesc_index %[\w.]+\[(%[\w.]+)", defined[2]):
