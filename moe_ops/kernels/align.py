@@ -199,7 +199,7 @@ def plan_slots(
 def sorted_slots(
     topk_ids: Tensor, expert_map: Tensor | None, num_experts: int, rule: TileRule
 ) -> Tensor:
-    """A plan for a rule that is not a scheme's; not for slots of which each is a tile."""
+    """A plan by another rule than a scheme's, for more slots than `is_direct` allows."""
     sizes = plan_sizes(topk_ids.numel(), num_experts, rule)
     plan = topk_ids.new_empty(sizes.entries, dtype=torch.int32)
     _write_plan(plan, topk_ids, expert_map, num_experts, rule)
