@@ -64,9 +64,8 @@ def _prevented(config: Any, backend: str | None, *, moves: bool) -> str | None:
         return f"vLLM chooses {backend}"
     older = device_facts(torch.device(config.device)).arch < 90
     if older and backend in FOR_OLDER_GPUS and asked == "auto":
-        return (
-            f"vLLM chooses {backend} on a GPU before Hopper (--moe-backend triton asks for moe_ops)"
-        )
+        where = "on a GPU before Hopper (--moe-backend triton asks for moe_ops)"
+        return f"vLLM chooses {backend} {where}"
     if config.moe_parallel_config.enable_eplb and not moves:
         return "experts that move between ranks are not supported in this format"
     return None
