@@ -45,7 +45,7 @@ OF_A_RANK = ("expert_map", "w13_input_order")
 """Buffers that differ between ranks."""
 
 _SHARDED: WeakSet[nn.Module] = WeakSet()
-"""Layers under `fully_shard`: their parameters are a `DTensor`, but whole in a pass or `unshard`."""
+"""Layers under `fully_shard`, whose parameters are whole only during a pass or `unshard`."""
 _IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 """The layers that have been found right in each `DistributedDataParallel`."""
 
