@@ -49,14 +49,12 @@ def cells(record: Record) -> list[Cell]:
 
 
 def summary(record: Record) -> list[str]:
-    """The README's parts: a line per scheme and group of layers, and where a peer is faster."""
+    """The README's parts: a line per scheme, one for untuned layers, and where a peer is faster."""
     found = cells(record)
-    lines = []
-    for scheme in _schemes(found):
-        for untuned in (False, True):
-            mine = [c for c in found if c.scheme == scheme and _untuned(c) == untuned]
-            if mine:
-                lines.append([_label(scheme, mine), *(_mean(mine, m) for m in TOKENS)])
+    tuned = [cell for cell in found if not _untuned(cell)]
+    groups = [(f"`{name}`", [c for c in tuned if c.scheme == name]) for name in _schemes(tuned)]
+    groups.append(("all schemes", [cell for cell in found if _untuned(cell)]))
+    lines = [_line(name, mine) for name, mine in groups if mine]
     if not lines:
         return []
     table = markdown(["tokens:", *map(str, TOKENS)], lines, labels=1)
@@ -100,11 +98,11 @@ def _untuned(cell: Cell) -> bool:
     return cell.shape in UNTUNED_SHAPES
 
 
-def _label(scheme: str, mine: list[Cell]) -> str:
-    """The scheme, and how many layers its line is the mean of."""
+def _line(name: str, mine: list[Cell]) -> list[str]:
+    """A line of the README's table: how many layers it is the mean of, and a cell per count."""
     count = len({cell.shape for cell in mine})
     layers = f"{count} layer{'s' * (count > 1)}" + " that nobody tuned" * _untuned(mine[0])
-    return f"`{scheme}` ({layers})"
+    return [f"{name} ({layers})", *(_mean(mine, tokens) for tokens in TOKENS)]
 
 
 def _mean(mine: list[Cell], tokens: int) -> str:

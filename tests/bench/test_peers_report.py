@@ -30,10 +30,10 @@ ROWS = (
 
 
 def test_headline_beside_the_best_peer():
-    """Its cells name the peer that is the best on most layers; untuned layers have their line."""
+    """Its cells name the peer that is the best on most layers; untuned layers have one line."""
     text = report.headline([record_of(*ROWS)])
     assert "| `bf16` (3 layers) | - | 1.00 x | - |" in text, "(0.5 * 2 * 1) ** (1 / 3)"
-    assert "| `bf16` (1 layer that nobody tuned) | - | 1.50 y | - |" in text
+    assert "| all schemes (1 layer that nobody tuned) | - | 1.50 y | - |" in text
     assert "fp8_block128` (" not in text, "no peer was timed with as many tokens"
     assert (
         "A peer is faster in 2 of the 4 cells: `bf16` of b with 8 tokens (2.00, x);"
