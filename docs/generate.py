@@ -409,9 +409,7 @@ PAGES = {
     "names": names,
     "headline": headline,
     "beside_peers": lambda: peers_report.report(report.read_records(RESULTS)),
-    "inside_vllm": lambda: inside_report.report(
-        report.read_records(RESULTS, "inside_vllm.json")
-    ),
+    "inside_vllm": lambda: inside_report.report(report.read_records(RESULTS, "inside_vllm.json")),
     "layers": layer_tables,
     "plots": plots,
     "profile": profile,

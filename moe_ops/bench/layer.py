@@ -265,9 +265,7 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
     return done, failed
 
 
-def main(
-    arguments: Sequence[str] | None = None, prog: str | None = None, work: Work = TIME
-) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str | None = None, work: Work = TIME) -> int:
     """Run the benchmark and return the exit status: 1 after a failure.
 
     Args:
