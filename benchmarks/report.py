@@ -98,7 +98,7 @@ def _parts(record: Record) -> list[str]:
     tables = [
         part
         for scheme, rows in sorted(by_scheme.items())
-        for part in (f"#### {gpu}: {scheme}", _table(rows))
+        for part in (f"#### {gpu}: {scheme}", layer_table(rows))
     ]
     cost = _invariance(shown)
     last = [f"#### {gpu}: batch invariance", INVARIANT_LEGEND, cost] if cost else []
@@ -218,7 +218,7 @@ def _us(time: float) -> str:
     return f"{time:.1f}" if time < 100 else f"{time:.0f}"
 
 
-def _table(rows: list[Record]) -> str:
+def layer_table(rows: list[Record]) -> str:
     tokens = [m for m in TOKENS if any(row["M"] == m for row in rows)]
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in rows):

@@ -31,6 +31,7 @@ from moe_ops.support import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import inside_report  # noqa: E402
 import models_report  # noqa: E402
 import peers_report  # noqa: E402
 import quality_report  # noqa: E402
@@ -408,6 +409,7 @@ PAGES = {
     "names": names,
     "headline": headline,
     "beside_peers": lambda: peers_report.report(report.read_records(RESULTS)),
+    "inside_vllm": lambda: inside_report.report(report.read_records(RESULTS, "inside_vllm.json")),
     "layers": layer_tables,
     "plots": plots,
     "profile": profile,

@@ -113,7 +113,7 @@ def _captured(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, An
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):  # vLLM keeps Marlin's locks for each stream
         output = call()
     if isinstance(output, Tensor) and output.is_floating_point():
         output.fill_(torch.nan)  # elements that a replay does not write show up in the error

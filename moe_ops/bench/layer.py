@@ -37,7 +37,7 @@ from moe_ops.bench.harness import (
     run_header,
     write_rows,
 )
-from moe_ops.bench.peers import PEERS, Call, available
+from moe_ops.bench.peers import INSIDE, PEERS, Call, available
 from moe_ops.bench.problems import (
     Experts,
     Inputs,
@@ -165,7 +165,8 @@ def _times(timing: Timing) -> dict[str, Any]:
 
 def print_times(rows: list[Row], *, head: bool) -> None:
     """Print a line per row, with its ratios to the lower bound and to the best peer of this run."""
-    best_peer = min((row.time_us for row in rows if row.impl not in OURS), default=None)
+    peers = [row.time_us for row in rows if row.impl not in (*OURS, INSIDE)]
+    best_peer = min(peers, default=None)
     for number, row in enumerate(rows):
         ratios = {
             "x floor": row.floor_us and row.time_us / row.floor_us,
@@ -264,16 +265,17 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
     return done, failed
 
 
-def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str | None = None, work: Work = TIME) -> int:
     """Run the benchmark and return the exit status: 1 after a failure.
 
     Args:
         arguments: command-line arguments; None: those of the process.
         prog: name of the command in its help.
+        work: what ``--profile`` replaces by `PROFILE`.
     """
     args = options(arguments, prog)
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
-        rows, failed = run(args, PROFILE if args.profile else TIME)
+        rows, failed = run(args, PROFILE if args.profile else work)
     if args.json:
         print(json.dumps({**run_header(), "rows": [asdict(row) for row in rows]}, indent=1))
     if failed:

@@ -96,13 +96,19 @@ def humming_missing() -> str | None:
 
 @cache
 def started() -> ExitStack:
-    """Register the plug-in and make vLLM's configuration current, for the rest of the process."""
+    """Register the plug-in, and make a configuration of vLLM and its forward pass current.
+
+    They stay current for the rest of the process. Humming's experts ask the forward pass for the
+    number of tokens of other ranks.
+    """
     import_module("moe_ops.integrations.vllm").register()
-    config = import_module("vllm.config")
+    config, forward = import_module("vllm.config"), import_module("vllm.forward_context")
     current = config.VllmConfig()
     object.__setattr__(current, "model_config", SimpleNamespace(quantization_config=None))
     stack = ExitStack()
     stack.enter_context(config.set_current_vllm_config(current))
+    passing = forward.create_forward_context(None, current)
+    stack.enter_context(forward.override_forward_context(passing))
     return stack
 
 

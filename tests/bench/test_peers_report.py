@@ -53,3 +53,23 @@ def test_every_cell_beside_its_best_peer():
     found = peers_report.cells(record_of(*ROWS))
     assert "(2.00, x); and 1 more." in peers_report.in_words(found, 1)
     assert peers_report.in_words(found[:1]) == "No peer is faster in any of the 1 cells."
+
+
+def test_report_of_layers_inside_vllm():
+    """Implementations by the names of their experts, and the versions of vLLM and Humming."""
+    report_of_inside = import_module("inside_report").report
+    assert report_of_inside([]) == "No results yet."
+    rows = [
+        {"scheme": "nvfp4_w4a16", "shape": "mixtral", "M": 8, "routing": "uniform", "impl": impl,
+         "time_us": time, "floor_us": None, "config": {"vllm": "0.33.0", "humming-kernels": "0.1"}}
+        for impl, time in (("moe_ops-in-vllm", 20.0), ("vllm-method-marlin", 40.0),
+                           ("vllm-method-humming", 25.0))
+    ]  # fmt: skip
+    text = report_of_inside([record_of(*rows)])
+    assert "vLLM 0.33.0 and Humming 0.1 on " in text
+    lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert lines == [
+        "| mixtral | moe_ops | **20.0** |",
+        "|  | Humming | 25.0 (0.80) |",
+        "|  | Marlin | 40.0 (0.50) |",
+    ]
