@@ -1,6 +1,6 @@
 """Names, signatures, defaults and saved words that others rely on: `data/pins.txt` lists them.
 
-More may be added. Of what is listed nothing may go, be renamed or get another default.
+More may be added. Nothing on the list may go, be renamed or get another default.
 """
 
 import ast

@@ -96,7 +96,8 @@ def test_tuned_files(monkeypatch):
 def test_an_exported_program():
     """Its operators are there, and return what they did.
 
-    Once one of them is gone, loading must raise an error that says so: ``exported by moe_ops 0.2``.
+    Once one of them is gone, the program must end in an error that names the version: ``exported
+    by moe_ops 0.2``.
     """
     saved = torch.load(SAVED / "block.pt", weights_only=True)
     program = torch.export.load(SAVED / "block.pt2").module()
