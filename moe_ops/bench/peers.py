@@ -219,6 +219,8 @@ def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
 MODULAR, INSIDE = "vllm-modular", "moe_ops-in-vllm"
 """vLLM's modular kernel with its own Triton experts, and with this library's."""
 _TRITON = ("bf16", *vllm.CONFIGS)
+_MODULAR = tuple(scheme for scheme in _TRITON if scheme != "int8_channel")
+"""Schemes of the modular kernel's Triton experts, which refuse int8 activations."""
 PEERS: dict[str, Peer] = {
     "hf-grouped_mm": Peer(partial(package, "transformers"), {"bf16": partial(hf, "grouped_mm")}),
     "hf-grouped_mm-compiled": Peer(
@@ -241,7 +243,7 @@ PEERS: dict[str, Peer] = {
     ),
     "humming": Peer(humming.missing, dict.fromkeys(humming.SCHEMAS, humming.humming), whole_groups),
     MODULAR: Peer(
-        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(_TRITON, vllm.modular), whole_groups
+        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(_MODULAR, vllm.modular), whole_groups
     ),
     INSIDE: Peer(
         partial(vllm.missing, *vllm.OURS),
