@@ -219,7 +219,7 @@ def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
 MODULAR, INSIDE = "vllm-modular", "moe_ops-in-vllm"
 """vLLM's modular kernel with its own Triton experts, and with this library's."""
 _TRITON = ("bf16", *vllm.CONFIGS)
-_MODULAR = tuple(scheme for scheme in _TRITON if scheme != "int8_channel")
+_MODULAR = ("bf16", "fp8_block128", "fp8_channel", "int8_w8a16")
 """Schemes of the modular kernel's Triton experts, which refuse int8 activations."""
 PEERS: dict[str, Peer] = {
     "hf-grouped_mm": Peer(partial(package, "transformers"), {"bf16": partial(hf, "grouped_mm")}),
