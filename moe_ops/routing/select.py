@@ -12,12 +12,14 @@ from moe_ops import checks
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
 from moe_ops.routing.adjust import adjust_routing, check_padding, zero_experts
 from moe_ops.routing.arguments import check_indices_type
+from moe_ops.routing.replay import check_replays, check_topk_ids, given_topk
 from moe_ops.routing.shared_gate import check_gate, gate_shared_experts
 from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
 from moe_ops.tensors import narrowed
 
-CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
-"""``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``."""
+CustomRouting = Callable[..., tuple[Tensor, Tensor]]
+"""``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``. A function
+with a parameter ``topk_ids`` can weight given experts."""
 CaptureFn = Callable[[Tensor], object]
 """``f(topk_ids)``, called with the chosen ids."""
 
@@ -79,12 +81,14 @@ def select_experts(
     seed: int = 0,
     step: Tensor | None = None,
     shared_expert_gate: Tensor | None = None,
+    topk_ids: Tensor | None = None,
 ) -> SelectedExperts:
     """Route with the method that the arguments select, then adjust the routing.
 
     The method is `grouped_topk` with ``use_grouped_topk``, else ``custom_routing_function``, else
-    `hash_topk` with ``hash_indices_table``, else `fused_topk`. With every method the weights are
-    multiplied once by ``routed_scaling_factor``. Then, in this order: every slot of a padding token
+    `hash_topk` with ``hash_indices_table``, else `fused_topk`. Given ``topk_ids`` replace the
+    choice of every method. With every method the weights are multiplied once by
+    ``routed_scaling_factor``. Then, in this order: every slot of a padding token
     is skipped; ``capture_fn`` is called; `zero_experts`; `eplb_map_to_physical_and_record`; shared
     experts are appended to every token's experts with weight 1, or that of their gate.
 
@@ -97,7 +101,8 @@ def select_experts(
         topk_group: see `grouped_topk`.
         num_expert_group: see `grouped_topk`.
         custom_routing_function: ``f(hidden_states, router_logits, top_k, renormalize) ->
-            (weights, ids)``, each ``(T, k)``.
+            (weights, ids)``, each ``(T, k)``. Given ids are passed on as ``topk_ids=``, and the
+            function returns them with their weights.
         scoring_func: see `fused_topk`.
         routed_scaling_factor: see above.
         e_score_correction_bias: see `fused_topk`.
@@ -124,6 +129,11 @@ def select_experts(
         step: see `eplb_map_to_physical_and_record`.
         shared_expert_gate: ``(1, H)``: the shared experts of token t have the weight
             ``sigmoid(<hidden_states[t], gate>)``, computed in float32; None: 1.
+        topk_ids: ``(T, k)`` int32 or int64, the experts of each token, such as ``capture_fn`` was
+            called with (routing replay). Their weights are those that the method gives to these
+            experts, with gradients to the logits; bias, groups and table, which only choose, are
+            not used, and ``input_ids`` may be left out. The slot of an id that is no expert (-1,
+            or out of range) is skipped.
 
     Returns:
         A `SelectedExperts`. k grows by ``num_fused_shared_experts``.
@@ -133,7 +143,8 @@ def select_experts(
         ValueError: as the routers; missing tensors for EPLB; a ``zero_expert_num`` that does not
             fit the logits, or an unknown ``zero_expert_type``.
         NotImplementedError: shared experts together with EPLB, which has no replicas of shared
-            experts; and as the routers.
+            experts; ``topk_ids`` with a ``custom_routing_function`` that has no such parameter; and
+            as the routers.
 
     Source:
         vLLM ``FusedMoE.select_experts`` and the routers of 0.33; only some of vLLM's routers apply
@@ -145,13 +156,18 @@ def select_experts(
     _check_sizes(hidden_states, router_logits, top_k, identity, shared)
     _check_shared_experts(shared, enable_eplb, shared_expert_gate, hidden_states)
     tokens = _no_padding(custom_routing_function, is_padding, hidden_states, router_logits)
-    weights, ids = _choose(
-        (*tokens, top_k, renormalize),
-        (num_expert_group, topk_group) if use_grouped_topk else None,
-        custom_routing_function,
-        (hash_indices_table, input_ids),
-        (scoring_func, routed_scaling_factor, e_score_correction_bias),
-    )
+    logits = (*tokens, top_k, renormalize)
+    function = None if use_grouped_topk else custom_routing_function
+    if topk_ids is None:
+        weights, ids = _choose(
+            logits,
+            (num_expert_group, topk_group) if use_grouped_topk else None,
+            function,
+            (hash_indices_table, input_ids),
+            (scoring_func, routed_scaling_factor, e_score_correction_bias),
+        )
+    else:
+        weights, ids = _replay(topk_ids, logits, function, (scoring_func, routed_scaling_factor))
     num_experts = router_logits.shape[1] - identity
     if is_padding is not None:
         weights, ids = adjust_routing(weights, ids, num_experts, is_padding=is_padding)
@@ -222,6 +238,21 @@ def _choose(
     return fused_topk(*logits, None, scoring_func, bias, factor)
 
 
+def _replay(
+    topk_ids: Tensor,
+    logits: tuple[Tensor, Tensor, int, bool],
+    function: CustomRouting | None,
+    how: tuple[str, float],
+) -> tuple[Tensor, Tensor]:
+    """Weights of given ids from the method that the arguments select."""
+    hidden_states, router_logits, top_k, renormalize = logits
+    check_topk_ids(topk_ids, hidden_states, top_k)
+    if function is None:
+        return given_topk(hidden_states, router_logits, topk_ids, renormalize, *how)
+    check_replays(function)
+    return _custom(function, *logits, how[1], topk_ids=topk_ids)
+
+
 def _custom(
     function: CustomRouting,
     hidden_states: Tensor,
@@ -229,13 +260,14 @@ def _custom(
     top_k: int,
     renormalize: bool,
     routed_scaling_factor: float,
+    **given: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The checked result of the caller's function, with weights in float32 and scaled."""
     if not callable(function):
         name = type(function).__name__
         raise TypeError(f"custom_routing_function must be callable, got {name}")
     checks.number("routed_scaling_factor", routed_scaling_factor)
-    weights, ids = function(hidden_states, router_logits, top_k, renormalize)
+    weights, ids = function(hidden_states, router_logits, top_k, renormalize, **given)
     checks.topk_pair(weights, ids)
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
     checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)
