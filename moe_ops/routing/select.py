@@ -152,22 +152,17 @@ def select_experts(
     """
     shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
     checks.flags(renormalize=renormalize, use_grouped_topk=use_grouped_topk)
-    check_indices_type(indices_type)
-    _check_sizes(hidden_states, router_logits, top_k, identity, shared)
+    _check_sizes(hidden_states, router_logits, top_k, identity, shared, indices_type)
     _check_shared_experts(shared, enable_eplb, shared_expert_gate, hidden_states)
     tokens = _no_padding(custom_routing_function, is_padding, hidden_states, router_logits)
-    logits = (*tokens, top_k, renormalize)
-    function = None if use_grouped_topk else custom_routing_function
-    if topk_ids is None:
-        weights, ids = _choose(
-            logits,
-            (num_expert_group, topk_group) if use_grouped_topk else None,
-            function,
-            (hash_indices_table, input_ids),
-            (scoring_func, routed_scaling_factor, e_score_correction_bias),
-        )
-    else:
-        weights, ids = _replay(topk_ids, logits, function, (scoring_func, routed_scaling_factor))
+    weights, ids = _choose(
+        (*tokens, top_k, renormalize),
+        (num_expert_group, topk_group) if use_grouped_topk else None,
+        custom_routing_function,
+        (hash_indices_table, input_ids),
+        (scoring_func, routed_scaling_factor, e_score_correction_bias),
+        topk_ids,
+    )
     num_experts = router_logits.shape[1] - identity
     if is_padding is not None:
         weights, ids = adjust_routing(weights, ids, num_experts, is_padding=is_padding)
@@ -179,9 +174,8 @@ def select_experts(
     if enable_eplb:
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
         ids = _physical(ids, *state, indices_type, record_enabled, seed, step)
-    if shared:
-        more = (num_experts, shared, is_padding, shared_expert_gate)
-        weights, ids = _with_shared_experts(hidden_states, weights, ids, *more)
+    more = (num_experts, shared, is_padding, shared_expert_gate)
+    weights, ids = _with_shared_experts(hidden_states, weights, ids, *more)
     return SelectedExperts(weights, narrowed(ids, indices_type or torch.int32), result)
 
 
@@ -191,8 +185,10 @@ def _check_sizes(
     top_k: int,
     identity: int,
     shared: int,
+    indices_type: torch.dtype | None,
 ) -> None:
-    """Check that tokens and logits agree, and the numbers of identity and shared experts."""
+    """Check that tokens and logits agree, numbers of identity and shared experts, and the dtype."""
+    check_indices_type(indices_type)
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     checks.tensor("hidden_states", hidden_states, 2, None)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
@@ -224,11 +220,15 @@ def _choose(
     custom_routing_function: CustomRouting | None,
     hashed: tuple[Tensor | None, Tensor | None],
     how: tuple[str, float, Tensor | None],
+    topk_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids from the method that the arguments select."""
     (table, input_ids), (scoring_func, factor, bias) = hashed, how
     if input_ids is not None and table is None:
         raise ValueError("input_ids must be None without hash_indices_table, got a Tensor")
+    if topk_ids is not None:
+        function = None if groups is not None else custom_routing_function
+        return _weigh(topk_ids, logits, function, scoring_func, factor)
     if groups is not None:
         return grouped_topk(*logits, *groups, scoring_func, factor, bias)
     if custom_routing_function is not None:
@@ -238,19 +238,21 @@ def _choose(
     return fused_topk(*logits, None, scoring_func, bias, factor)
 
 
-def _replay(
+def _weigh(
     topk_ids: Tensor,
     logits: tuple[Tensor, Tensor, int, bool],
     function: CustomRouting | None,
-    how: tuple[str, float],
+    scoring_func: str,
+    factor: float,
 ) -> tuple[Tensor, Tensor]:
     """Weights of given ids from the method that the arguments select."""
     hidden_states, router_logits, top_k, renormalize = logits
     check_topk_ids(topk_ids, hidden_states, top_k)
     if function is None:
-        return given_topk(hidden_states, router_logits, topk_ids, renormalize, *how)
+        how = (renormalize, scoring_func, factor)
+        return given_topk(hidden_states, router_logits, topk_ids, *how)
     check_replays(function)
-    return _custom(function, *logits, how[1], topk_ids=topk_ids)
+    return _custom(function, *logits, factor, topk_ids=topk_ids)
 
 
 def _custom(
@@ -332,6 +334,8 @@ def _with_shared_experts(
     gate: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Append the shared experts to every token's experts, with weight 1 or that of the gate."""
+    if count == 0:
+        return weights, ids
     weights, ids = adjust_routing(
         weights, ids, num_experts, num_shared_experts=count, is_padding=is_padding
     )
