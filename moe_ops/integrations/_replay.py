@@ -175,16 +175,15 @@ class _Replayed(TorchFunctionMode):
     def _gather(self, scores: Tensor) -> Tensor:
         """Gather the scores at the given experts.
 
-        A slot without an expert has the score 0 or the logit -inf. All slots of a token without any
-        expert have the scores of expert 0, so that nothing is divided by 0.
+        A slot without an expert has the score 0 or the logit -inf. The weights of a token without
+        any expert may become NaN: nothing reads them, and the mask stops their gradient.
         """
         name, known = f"routing[{self.name!r}].shape[0]", self.known()
         checks.size(name, self.ids.shape[0], "the number of tokens", scores.shape[0])
         if self.chosen is None:
             self.chosen = torch.where(known, self.ids, 0).to(torch.int64)
-        left_out = ~known & known.any(1, keepdim=True)
         values = scores.gather(1, self.chosen)
-        return values.masked_fill(left_out, 0.0 if self.scored else -torch.inf)
+        return values.masked_fill(~known, 0.0 if self.scored else -torch.inf)
 
 
 def _install(stack: ExitStack, replayed: _Replayed, experts: Any, block: nn.Module) -> None:

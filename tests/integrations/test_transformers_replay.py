@@ -130,6 +130,19 @@ def test_routers_get_gradients(name):
     torch.testing.assert_close(found, expected)
 
 
+@torch.no_grad()
+def test_a_tensor_for_each_forward():
+    model, arguments = built("Qwen3MoeExperts")
+    backward = {**arguments, "input_ids": arguments["input_ids"].flip(-1)}
+    with record_routing(model) as routing:
+        expected = [model(**given)[0] for given in (arguments, backward)]
+    with replay_routing(model, routing):
+        for given, out in zip((arguments, backward), expected, strict=True):
+            assert torch.equal(model(**given)[0], out)
+    with replay_routing(model, {name: ids[::-1] for name, ids in routing.items()}):
+        assert not torch.equal(model(**arguments)[0], expected[0])
+
+
 def test_what_is_refused():
     model, arguments = built("Qwen3MoeExperts")
     with record_routing(model) as routing:
