@@ -50,7 +50,8 @@ def laid_out(w: Tensor, layout: str) -> Tensor:
     """The numbers of ``w`` ``(E, N, K)`` with other strides.
 
     ``turned``: stride 1 along N. ``apart``: gaps between experts. ``padded``: gaps between rows.
-    ``odd``: gaps between rows, which begin at an odd address. ``spaced``: stride 2 along K.
+    ``boxed``: gaps between rows of 16 entries, as TMA takes them. ``odd``: gaps between rows, which
+    begin at an odd address. ``spaced``: stride 2 along K.
     """
     if layout == "turned":
         return w.mT.contiguous().mT
@@ -60,6 +61,8 @@ def laid_out(w: Tensor, layout: str) -> Tensor:
         memory = memory.new_zeros(experts, rows + 3, columns)[:, :rows]
     elif layout == "padded":
         memory = memory.new_zeros(experts, rows, columns + 4)[..., :columns]
+    elif layout == "boxed":
+        memory = memory.new_zeros(experts, rows, columns + 16)[..., :columns]
     elif layout == "odd":
         memory = memory.new_zeros(experts, rows, columns + 3)[..., 1 : columns + 1]
     elif layout == "spaced":

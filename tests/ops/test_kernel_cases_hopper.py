@@ -1,0 +1,181 @@
+"""Hopper's Gluon kernels over the cases of `kernel_cases`, in the tests' own interpreter.
+
+Sizes follow from what TMA copies: rows of 128 bytes along K, boxes of 64 rows. Numbers are integers
+and scales powers of two: without an activation sums are exact, and every bit is known.
+"""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if not INTERPRETED:
+    pytest.skip("runs kernels in the interpreter", allow_module_level=True)
+
+from gluon_interpreter import interpreted  # noqa: E402
+from kernel_cases import (  # noqa: E402
+    EXPERTS,
+    Routed,
+    assert_unwritten,
+    cases,
+    check_all,
+    laid_out,
+    whole,
+    whole_rows,
+    whole_weight,
+)
+
+from moe_ops import dequantize_weight, get_scheme, pack_weight  # noqa: E402
+from moe_ops.activation import formula  # noqa: E402
+from moe_ops.dispatch.device import NO_GPU  # noqa: E402
+from moe_ops.dispatch.gemm_plan import plan_gemm  # noqa: E402
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles  # noqa: E402
+from moe_ops.dispatch.hopper_decode import DECODING  # noqa: E402
+from moe_ops.dispatch.problem import dense_problem, scaled_problem, stored_problem  # noqa: E402
+from moe_ops.kernels._gemm.operands import GemmOperands  # noqa: E402
+from moe_ops.kernels._gemm.run import KERNELS  # noqa: E402
+from moe_ops.reference.expert_gemm import expert_matmul  # noqa: E402
+from moe_ops.reference.scaled_gemm import scaled_matmul  # noqa: E402
+from moe_ops.reference.weight_only_gemm import weight_only_matmul  # noqa: E402
+from moe_ops.testing import assert_matches_reference  # noqa: E402
+
+pytestmark = pytest.mark.kernel
+BF16 = torch.bfloat16
+TILES = ((PACKED, 64, 128), (PACKED, 128, 256), (PACKED, 192, 256), (STREAM, 16, 64), (STREAM, 32, 128))
+LAYOUTS = ("plain", "apart", "boxed")
+"""Layouts that TMA can address."""
+
+
+def counts_of(tile):
+    """Slots of experts: a whole tile and a partial one, none, few, and a tile that is full."""
+    return tile + 6, 0, 3, tile
+
+
+def run(problem, config, operands, like, programs):
+    """A GEMM by the kernel of a config, or of the plan; rows that it does not write are NaN."""
+    plan = plan_gemm(problem._replace(boxes=True), NO_GPU, config=config)
+    assert config is None or plan.kernel == config.kernel
+    out = torch.full_like(like, torch.nan)
+    with interpreted(programs):
+        KERNELS[plan.kernel](problem, plan)(out, operands)
+    return out, plan.kernel
+
+
+def compare(out, exact, expected, routed, activation):
+    """Every bit without an activation, else within the budget of the reference."""
+    mine = routed.mine
+    assert_unwritten(out, mine)
+    if not activation:
+        assert torch.equal(out[mine], exact.value[mine].float().to(out.dtype)), "every bit"
+    assert_matches_reference(out[mine], exact.rounded(out.dtype)[mine], expected[mine])
+
+
+def operands_of(scheme, tokens, n, k):
+    """Rows, their scales and numbers; a weight, its scales and numbers."""
+    if scheme.weight is None:
+        x, w = whole(tokens, k).bfloat16(), whole(EXPERTS, n, k, seed=1).bfloat16()
+        return (x, None, x.double()), (w, None, w)
+    q = whole_weight(scheme, n, k)
+    return whole_rows(scheme, tokens, k), (q.data, q.scale, dequantize_weight(q, scheme))
+
+
+def scaled_or_dense(
+    tiles, name, activation, layout, routing, top_k, has_bias, n, k, weighted, on_demand, programs
+):
+    kernel, tile, block_n = tiles
+    scheme = get_scheme(name)
+    routed = Routed(routing, top_k, name, tile, counts_of(tile))
+    count = 2 * n if activation and formula(activation).gated else n
+    rows, (w, w_scale, weight) = operands_of(scheme, routed.tokens, count, k)
+    bias = whole(EXPERTS, count, most=300, seed=2) / 4 if has_bias else None
+    weights = routed.weights() if weighted and w_scale is None else None
+    there = laid_out(w, layout)
+    with routed.row_tile():
+        how = ([*routed.tiles], top_k)
+        if w_scale is None:
+            problem = dense_problem(
+                rows[0], there, *how, activation, weighted=weights is not None
+            )
+            expected = expert_matmul(
+                rows[0], w, bias, weights, [*routed.sound], top_k, activation
+            )
+        else:
+            problem = scaled_problem(*rows[:2], there, w_scale, *how, name, activation)
+            expected = scaled_matmul(
+                *rows[:2], w, w_scale, None, bias, [*routed.sound], top_k, name, BF16, activation
+            )
+        operands = GemmOperands(rows[0], there, routed.tiles, bias, weights, rows[1], w_scale)
+        config = HopperTiles(kernel, tile, block_n, 2, 2, on_demand)
+        out, _ = run(problem, config, operands, expected, programs)
+    exact = routed.exact(rows[2], weight, bias, weights, activation)
+    compare(out, exact, expected, routed, activation)
+
+
+def served(tiles, name):
+    """The swap-AB kernel takes 8-bit operands alone, and 192 rows only 16-bit ones."""
+    dense = name == "unquantized"
+    return not (tiles[0] == STREAM and dense) and not (tiles[1] == 192 and not dense)
+
+
+RULES = (
+    (("tiles", "name"), served),
+    (("tiles", "routing"), lambda tiles, routing: routing != "few" or tiles[0] == STREAM),
+    (("tiles", "on_demand"), lambda tiles, on: not on or tiles[0] == PACKED),
+    (("name", "weighted"), lambda name, weighted: not weighted or name == "unquantized"),
+    (("name", "activation", "n"), lambda name, a, n: name != "fp8_block128" or a != "silu" or n == 64),
+    (("routing", "top_k"), lambda routing, top_k: True),
+)
+
+
+def test_packed_and_stream():
+    names = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int8_tensor")
+    rows = cases(
+        RULES,
+        layout=LAYOUTS,
+        tiles=TILES,
+        name=names,
+        n=(64, 136, 200),
+        k=(128, 144, 272),
+        weighted=(False, True),
+        on_demand=(False, True),
+        programs=(2, 5),
+    )
+    print(len(rows))
+    check_all(rows, scaled_or_dense)
+
+
+def dequantized(
+    tile, name, activation, layout, routing, top_k, has_bias, n, k, weighted, dtype, programs
+):
+    scheme = get_scheme(name)
+    routed = Routed(routing, top_k, name, tile, counts_of(tile))
+    count = 2 * n if activation and formula(activation).gated else n
+    q = whole_weight(scheme, count, k)
+    q = q._replace(scale=q.scale.to(dtype) if scheme.weight.scale == "input" else q.scale)
+    x = whole(routed.tokens, k + 8)[:, :k].to(dtype)
+    bias = whole(EXPERTS, count, most=300, seed=2) / 4 if has_bias else None
+    weights = routed.weights() if weighted else None
+    packed = pack_weight(q, name)
+    with routed.row_tile():
+        problem = stored_problem(x, packed.data, [*routed.tiles], top_k, name, activation)
+        rest = (bias, weights, [*routed.sound], top_k, name, activation)
+        expected = weight_only_matmul(x, *q, *rest)
+        operands = GemmOperands(x, packed.data, routed.tiles, bias, weights, None, *packed[1:])
+        programs = None if routing == "few" else programs
+        out, kernel = run(problem, None, operands, expected, programs)
+        assert kernel in DECODING
+    weight = dequantize_weight(q, scheme)
+    exact = routed.exact(x, weight, bias, weights, activation, stored=dtype)
+    compare(out, exact, expected, routed, activation)
+
+
+def test_dequantized_in_registers():
+    names = (
+        "int8_w8a16", "int4_w4a16_g128", "int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4_w4a16",
+        "fp8_w8a16", "int8_w8a16_g32_zp",
+    )  # fmt: skip
+    rows = cases(
+        layout=("plain",), tile=(16, 32, 64, 128), name=names, n=(64, 192, 320), k=(64, 192, 320),
+        weighted=(False, True), dtype=(BF16,), programs=(2, 5),
+    )  # fmt: skip
+    print(len(rows))
+    check_all(rows, dequantized)
