@@ -198,6 +198,12 @@ def _assert(condition: Any, message: str = "") -> None:
     assert condition, message
 
 
+def _fma(x: Value, y: Any, z: Value) -> Value:
+    """float32 ``x * y + z``; float64 holds the product, and rounds the sum far below float32."""
+    a, b, c = (torch.as_tensor(plain(part)).double() for part in (x, y, z))
+    return Value((a * b + c).float())
+
+
 def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
     dtype = torch_dtype(dtype)
     return Value(torch.as_tensor(plain(value)).to(dtype).expand(tuple(shape)).clone())
@@ -219,6 +225,7 @@ LANGUAGE = SimpleNamespace(
     where=_where, minimum=_binary(torch.minimum), maximum=_binary(torch.maximum),
     static_assert=_assert, erf=_unary(torch.erf), math=SimpleNamespace(erf=_unary(torch.erf)),
     cdiv=lambda x, y: -(-x // y),
+    div_rn=_binary(torch.true_divide), fma=_fma,
     exp=_unary(torch.exp), abs=_unary(torch.abs), sigmoid=_unary(torch.sigmoid),
     max=lambda x, axis=0: Value(x.data.max(axis).values if x.data.dim() else x.data),
     sum=lambda x, axis: Value(x.data.sum(axis)),
@@ -252,12 +259,14 @@ def copies_arrive(slot: Any, increment_count: bool) -> None:
 
 MEANINGS: dict[str, Any] = {
     "gl": LANGUAGE, "mbarrier": MBARRIER, "load_box": load_box, "load_rows": load_rows,
+    "load_words": load_rows,
     "async_copy": SimpleNamespace(
         mbarrier_arrive=copies_arrive, commit_group=lambda: None, wait_group=lambda count: None
     ),
     "mma_v2": product_of_warps, "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
     "warpgroup_mma_init": lambda x: x, "fence_async_shared": lambda: None,
     "take_turn": lambda LONG=False, ROOM=False: None, "gdc_wait": lambda: None,
+    "gdc_launch_dependents": lambda: None,
     "wait_for_group": lambda: None,
 }  # fmt: skip
 """What names mean in a kernel's functions, besides their own functions and constants."""

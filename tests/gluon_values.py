@@ -146,6 +146,11 @@ class Shared:
         return self.data.dtype
 
     @property
+    def layout(self) -> None:
+        """Layouts mean nothing here."""
+        return None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
 

@@ -199,9 +199,11 @@ def powers(like: Tensor, seed: int = 0) -> Tensor:
     return (2.0**exponents).to(like.dtype)
 
 
-def whole_weight(scheme: Scheme, n: int, k: int, seed: int = 1) -> QTensor:
-    """A stored weight of integers ``(EXPERTS, n, k)`` with scales of `powers`."""
-    q = quantize_weight(whole(EXPERTS, n, k, most=6, seed=seed).bfloat16(), scheme)
+def whole_weight(
+    scheme: Scheme, n: int, k: int, seed: int = 1, experts: int = EXPERTS
+) -> QTensor:
+    """A stored weight of integers ``(experts, n, k)`` with scales of `powers`."""
+    q = quantize_weight(whole(experts, n, k, most=6, seed=seed).bfloat16(), scheme)
     scales = {
         name: powers(scale, seed)
         for name, scale in q._asdict().items()

@@ -23,20 +23,30 @@ from kernel_cases import (  # noqa: E402
     whole_rows,
     whole_weight,
 )
+from pairwise import cover  # noqa: E402
 
 from moe_ops import dequantize_weight, get_scheme, pack_weight  # noqa: E402
 from moe_ops.activation import formula  # noqa: E402
 from moe_ops.dispatch.device import NO_GPU  # noqa: E402
-from moe_ops.dispatch.gemm_plan import plan_gemm  # noqa: E402
-from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles  # noqa: E402
-from moe_ops.dispatch.hopper_decode import DECODING  # noqa: E402
-from moe_ops.dispatch.problem import dense_problem, scaled_problem, stored_problem  # noqa: E402
+from moe_ops.dispatch.gemm_plan import TOKEN_SUM, plan_gemm  # noqa: E402
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
+from moe_ops.dispatch.hopper_decode import DECODE_SUM, DECODING  # noqa: E402
+from moe_ops.dispatch.problem import (  # noqa: E402
+    dense_problem,
+    scaled_problem,
+    stored_problem,
+    sum_problem,
+)
 from moe_ops.kernels._gemm.operands import GemmOperands  # noqa: E402
 from moe_ops.kernels._gemm.run import KERNELS  # noqa: E402
 from moe_ops.reference.expert_gemm import expert_matmul  # noqa: E402
+from moe_ops.reference.quantize import moe_quantize  # noqa: E402
 from moe_ops.reference.scaled_gemm import scaled_matmul  # noqa: E402
 from moe_ops.reference.weight_only_gemm import weight_only_matmul  # noqa: E402
-from moe_ops.testing import assert_matches_reference  # noqa: E402
+from moe_ops.reference.slots import local_experts  # noqa: E402
+from moe_ops.scheme import dequantize_rows  # noqa: E402
+from moe_ops.tensors import Tiles  # noqa: E402
+from moe_ops.testing import Bounded, assert_matches_reference  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 BF16 = torch.bfloat16
@@ -179,3 +189,150 @@ def test_dequantized_in_registers():
     )  # fmt: skip
     print(len(rows))
     check_all(rows, dequantized)
+
+
+class OneToken:
+    """The routing of one token, to so many experts that no plan is read, and a weight of them.
+
+    Args:
+        name: name of the scheme.
+        k: columns of a row.
+        n: weight rows.
+        top_k: slots.
+        mapped: whether there is an expert map, and with it slots of experts elsewhere.
+        stored: whether rows are quantized before.
+        rows: rows of the first operand.
+    """
+
+    def __init__(self, name, k, n, top_k, mapped, stored, rows):
+        scheme, experts = get_scheme(name), max(16, 8 * top_k)
+        self.ids = (torch.arange(top_k) * 7 % experts).int()[None]
+        self.expert_map = None
+        if mapped:
+            self.expert_map = (torch.arange(experts + 2).int() * 3 - 2) % (experts + 5)
+            self.ids[0, -1] = experts + 1
+        elif top_k > 1:
+            self.ids[0, 1] = -5
+        self.expert = local_experts(self.ids, self.expert_map, experts)
+        self.tiles, self.mine = Tiles(None, self.ids, self.expert_map), self.expert >= 0
+        x, self.scale = whole(rows, k, most=6).bfloat16(), None
+        if scheme.weight is None:
+            self.w, self.w_scale = whole(experts, n, k, seed=1).bfloat16(), None
+            self.rows, self.numbers, self.weight = x, x.double(), self.w.double()
+            return
+        q, quant = whole_weight(scheme, n, k, experts=experts), scheme.activation
+        self.w, self.w_scale = q.data, q.scale
+        self.weight, self.stored = dequantize_weight(q, scheme).double(), q
+        if quant is None:
+            self.rows, self.numbers = x, x.double()
+            return
+        x[:, ::100] = 448  # the scale of each row and group is one
+        self.rows = x
+        data, scale = moe_quantize(x, None, None, None, None, 1, quant.key)
+        self.numbers = dequantize_rows(data, scale, quant).double()
+        self.given = data, scale
+        if stored:
+            self.rows, self.scale = data, scale
+
+    def problem(self, name, top_k, activation="", weighted=False):
+        how = ([*self.tiles], top_k)
+        if self.w_scale is None:
+            return dense_problem(self.rows, self.there, *how, activation, weighted=weighted)
+        return scaled_problem(
+            self.rows, self.scale, self.there, self.w_scale, *how, name, activation, out_dtype=BF16
+        )
+
+    def products(self, bias):
+        """The slots' products with the bias, in float64."""
+        count = len(self.expert) // len(self.numbers)
+        rows = Bounded.exactly(self.numbers.repeat_interleave(count, 0))
+        found = rows.products(self.weight, self.expert)
+        return found if bias is None else found.plus(bias[self.expert])
+
+    def bias(self, has_bias):
+        sizes = self.w.shape[:2]
+        return whole(*sizes, most=300, seed=2) / 4 if has_bias else None
+
+
+def one_token(name, activation, layout, top_k, mapped, stored, has_bias, n, k, weighted, programs):
+    count = 2 * n if formula(activation).gated else n
+    token = OneToken(name, k, count, top_k, mapped, stored, 1)
+    token.there = laid_out(token.w, layout)
+    bias, dense = token.bias(has_bias), token.w_scale is None
+    weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted and dense else None
+    problem = token.problem(name, top_k, activation, weights is not None)
+    operands = GemmOperands(
+        token.rows, token.there, token.tiles, bias, weights, token.scale, token.w_scale
+    )
+    rest = ([*token.tiles], top_k)
+    if dense:
+        expected = expert_matmul(token.rows, token.w, bias, weights, *rest, activation)
+    else:
+        given = (*token.given, token.w, token.w_scale, None, bias)
+        expected = scaled_matmul(*given, *rest, name, BF16, activation)
+    out, kernel = run(problem, None, operands, expected, programs)
+    assert kernel == TOKEN
+    assert_unwritten(out, token.mine)
+    exact = token.products(None)
+    exact = exact if weights is None else exact.times(weights.view(-1, 1))
+    exact = exact if bias is None else exact.plus(bias[token.expert])
+    exact = exact.activated(formula(activation)).rounded(BF16)
+    assert_matches_reference(out[token.mine], exact[token.mine], expected[token.mine])
+
+
+def sum_of_rows(products, weights, mine):
+    """The slots' rounded rows, weighted and summed in float32, as bf16 ``(n,)``."""
+    each = products.value.float().to(BF16).float()
+    each = each if weights is None else each * weights.view(-1, 1)
+    total = torch.zeros(each.shape[1])
+    for row in each[mine]:
+        total += row
+    return total.to(BF16)
+
+
+def one_token_sum(name, layout, top_k, mapped, stored, has_bias, n, k, weighted, early, programs):
+    """Every bit of the sum."""
+    token = OneToken(name, k, n, top_k, mapped, stored, top_k)
+    token.there = laid_out(token.w, layout)
+    bias = token.bias(has_bias)
+    weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted else None
+    problem = sum_problem(token.problem(name, 1), weighted, 2)
+    operands = GemmOperands(
+        token.rows, token.there, token.tiles, bias, weights, token.scale, token.w_scale,
+        early=early,
+    )  # fmt: skip
+    out, kernel = run(problem, None, operands, torch.empty(1, n, dtype=BF16), programs)
+    assert kernel == TOKEN_SUM
+    assert torch.equal(out[0], sum_of_rows(token.products(bias), weights, token.mine)), "every bit"
+
+
+def dequantized_sum(name, top_k, mapped, has_bias, n, k, weighted, early):
+    """Every bit of the sum, with a packed weight."""
+    token = OneToken(name, k, n, top_k, mapped, False, top_k)
+    packed, bias = pack_weight(token.stored, name), token.bias(has_bias)
+    weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted else None
+    problem = stored_problem(token.rows, packed.data, [*token.tiles], 1, name)
+    problem = sum_problem(problem._replace(boxes=True), weighted, 2)
+    operands = GemmOperands(
+        token.rows, packed.data, token.tiles, bias, weights, None, *packed[1:], early
+    )
+    out, kernel = run(problem, None, operands, torch.empty(1, n, dtype=BF16), None)
+    assert kernel == DECODE_SUM
+    assert torch.equal(out[0], sum_of_rows(token.products(bias), weights, token.mine)), "every bit"
+
+
+def test_one_token():
+    factors = {"name": ("unquantized", "fp8_channel", "fp8_block128"), "layout": LAYOUTS}
+    factors |= {"top_k": (1, 3, 10), "mapped": (False, True), "stored": (False, True)}
+    factors |= {"has_bias": (False, True), "n": (64, 72, 136), "k": (128, 272, 528)}
+    factors |= {"weighted": (False, True), "programs": (1, 3, 20)}
+    activations = ("silu", "swigluoai", "relu2_no_mul")
+    check_all(cover({**factors, "activation": activations}, ()), one_token)
+    check_all(cover({**factors, "early": (False, True)}, ()), one_token_sum)
+
+
+def test_one_token_dequantized_in_registers():
+    names = ("int8_w8a16", "int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16_g32_zp")
+    factors = {"name": names, "top_k": (1, 3, 10), "n": (64, 192), "k": (64, 192, 704)}
+    factors |= {x: (False, True) for x in ("mapped", "has_bias", "weighted", "early")}
+    check_all(cover(factors, ()), dequantized_sum)
