@@ -24,10 +24,12 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from moe_ops.kernels._hopper.weights import load_words
 from moe_ops.kernels._runtime import launch
 
 LOCAL = threading.local()
-"""The program that this thread runs: its number, and the number of programs."""
+"""The program that this thread runs: its number, and the number of programs; the threads of its
+partition; and what has failed in partitions of the program."""
 
 
 def load(pointer: Any, mask: Any = None, other: Any = 0, **how: Any) -> Value:
@@ -154,7 +156,7 @@ def specialize(partitions: Any, warps: Any, registers: Any) -> None:
     program, failures = LOCAL.program, []
 
     def run(function: Any, arguments: Any, threads: int) -> None:
-        LOCAL.program, LOCAL.threads = program, threads
+        LOCAL.program, LOCAL.threads, LOCAL.failures = program, threads, failures
         try:
             function(*arguments)
         except BaseException as failure:  # noqa: BLE001
@@ -246,7 +248,7 @@ LANGUAGE = SimpleNamespace(
 MBARRIER = SimpleNamespace(
     MBarrierLayout=lambda: Barriers(0),
     init=lambda slot, count: as_slot(slot).put(Barrier(count)),
-    wait=lambda slot, phase: as_slot(slot).barrier.wait(int(phase) & 1),
+    wait=lambda slot, phase: as_slot(slot).barrier.wait(int(phase) & 1, LOCAL.failures),
     arrive=lambda slot, count=1: as_slot(slot).barrier.update(count, 0),
     expect=expect,
 )
@@ -259,7 +261,6 @@ def copies_arrive(slot: Any, increment_count: bool) -> None:
 
 MEANINGS: dict[str, Any] = {
     "gl": LANGUAGE, "mbarrier": MBARRIER, "load_box": load_box, "load_rows": load_rows,
-    "load_words": load_rows,
     "async_copy": SimpleNamespace(
         mbarrier_arrive=copies_arrive, commit_group=lambda: None, wait_group=lambda count: None
     ),
@@ -295,7 +296,9 @@ def _function(value: Any, raw: FunctionType, known: dict[int, Any]) -> Any:
     known[id(value)] = copy
     names["__builtins__"] = raw.__globals__["__builtins__"]
     for name in _names(raw.__code__):
-        if name in MEANINGS:
+        if raw.__globals__.get(name) is load_words:
+            names[name] = load_rows
+        elif name in MEANINGS:
             names[name] = MEANINGS[name]
         elif name == "tl":
             names[name] = LANGUAGE

@@ -24,6 +24,8 @@ from moe_ops.scheme import Scheme, dequantize_rows, quantize_weight
 from moe_ops.tensors import QTensor, Tiles
 from moe_ops.testing import Bounded
 
+MOST_WRONG = 8
+"""Rows after which nothing more is to be learnt: a kernel that hangs takes 20 s a row."""
 EXPERTS = 4
 COUNTS = (18, 0, 2, 5)
 """Slots of each expert: two tiles of 16 rows, no tile, and two partial ones."""
@@ -31,9 +33,9 @@ MAP = (3, -1, 0, 1, 9, 2)
 """Local experts of six experts, of which two are elsewhere."""
 LAYOUTS = ("plain", "turned", "apart", "padded", "odd", "spaced")
 """Layouts in memory of a weight: see `laid_out`."""
-ROUTINGS = ("plain", "mapped", "few", "spoilt")
-"""Routings: all experts here; with an expert map; so few slots that there is no plan; a plan with
-entries that no sort writes (see `spoilt`)."""
+ROUTINGS = ("plain", "mapped", "few", "few_mapped", "spoilt")
+"""Routings: all experts here; with an expert map; so few slots that there is no plan, without and
+with a map; a plan with entries that no sort writes (see `spoilt`)."""
 ACTIVATIONS = ("", "relu2_no_mul", "silu", "swigluoai")
 """No activation, one without a gate, one with halves, one with alternating rows."""
 GEMM_FACTORS: Mapping[str, tuple[Any, ...]] = {
@@ -110,18 +112,17 @@ class Routed:
         counts: tuple[int, ...] = COUNTS,
         facts: Device = NO_GPU,
     ) -> None:
-        ids = torch.tensor([[3, 1]]).int().view(-1, top_k)
-        if routing != "few":
-            ids = ids_of(counts, top_k)
+        few = routing.startswith("few")
+        ids = torch.tensor([[3, 1]]).int().view(-1, top_k) if few else ids_of(counts, top_k)
         self.expert_map = None
-        if routing == "mapped":
+        if routing.endswith("mapped"):
             self.expert_map = torch.tensor(MAP, dtype=torch.int32)
-            ids = torch.tensor([2, 3, 5, 0, -1, 4, 1], dtype=torch.int32)[ids.long()]
+            ids = torch.tensor([2, 4, 5, 0, -1], dtype=torch.int32)[ids.long()]
         self.ids, self.top_k, self.tile, self.facts = ids, top_k, tile, facts
         self.expert = local_experts(ids, self.expert_map, EXPERTS)
         self.tiles = Tiles(None, ids, self.expert_map)
         """What the kernel gets."""
-        if routing != "few":
+        if not few:
             with self.row_tile():
                 self.tiles = planned(ids, self.expert_map, EXPERTS, scheme)
         self.sound = self.tiles
@@ -175,13 +176,15 @@ def cases(rules: Rules = (), **factors: tuple[Any, ...]) -> list[dict[str, Any]]
 
 
 def check_all(rows: Iterable[dict[str, Any]], check: Callable[..., None]) -> None:
-    """Call ``check`` with every row, and report all rows that fail."""
+    """Call ``check`` with every row, and report all rows that fail, up to `MOST_WRONG`."""
     wrong = []
     for row in rows:
         try:
             check(**row)
         except Exception as error:  # noqa: BLE001
             wrong.append(f"{row}: {type(error).__name__}: {error}")
+        if len(wrong) == MOST_WRONG:
+            break
     assert not wrong, "\n".join([f"{len(wrong)} cases are wrong", *wrong])
 
 

@@ -11,9 +11,11 @@ from conftest import INTERPRETED
 if not INTERPRETED:
     pytest.skip("runs kernels in the interpreter", allow_module_level=True)
 
+from expert_order import places, poisoned  # noqa: E402
 from kernel_cases import (  # noqa: E402
     EXPERTS,
     LAYOUTS,
+    ROUTINGS,
     Routed,
     assert_unwritten,
     cases,
@@ -27,7 +29,6 @@ from pairwise import cover  # noqa: E402
 
 from moe_ops import dequantize_weight, get_scheme, ops  # noqa: E402
 from moe_ops.activation import formula  # noqa: E402
-from moe_ops.dispatch.device import NO_GPU  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
 from moe_ops.kernels import expert_gemm, scaled_gemm, weight_only_gemm  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
@@ -84,6 +85,51 @@ def dense(activation, layout, routing, top_k, has_bias, n, k, dtype, weighted):
 def test_dense():
     sizes = {"n": (16, 20, 36), "k": (16, 36, 40)}
     check_all(cases(**sizes, dtype=DTYPES, weighted=(False, True)), dense)
+
+
+def dense_in_expert_order(activation, routing, n, k, dtype, weighted):
+    """Rows that a GEMM with an activation writes, and that one without it reads: by expert."""
+    routed, (ordered, tail) = Routed(routing, 1), (True, (1, activation))
+    x, w = whole(routed.tokens, k), whole(EXPERTS, weight_rows(n, activation), k, seed=1)
+    x, w, weights = x.to(dtype), w.to(dtype), routed.weights() if weighted else None
+    slots, rows = places(routed.ids, routed.expert_map, EXPERTS, routing.startswith("few"))
+    given = x if activation else poisoned(x[slots], rows, len(x))
+    with routed.row_tile():
+        out = expert_gemm.expert_matmul(
+            given, w, None, weights, [*routed.tiles], *tail, ordered, config=tiles_of(16)
+        )
+        expected = dense_reference.expert_matmul(x, w, None, weights, [*routed.sound], *tail)
+    if activation:
+        out = torch.full_like(out, torch.nan).index_copy(0, slots, out[rows])
+    compare(out, routed.exact(x, w, None, weights, activation), expected, routed, activation)
+
+
+def test_dense_in_expert_order():
+    factors = {"activation": ("", "silu"), "routing": ("plain", "mapped", "few"), "n": (20, 36)}
+    factors |= {"k": (16, 36), "dtype": DTYPES, "weighted": (False, True)}
+    check_all(cover(factors, ()), dense_in_expert_order)
+
+
+def dense_added(layout, routing, top_k, n, k, dtype, weighted):
+    """Rows that cancel most of the product: what is rounded before the sum shows."""
+    routed = Routed(routing, top_k)
+    x, w = (whole(*s, most=12, seed=i) for i, s in enumerate(((routed.tokens, k), (EXPERTS, n, k))))
+    x, w, weights = x.to(dtype), w.to(dtype), routed.weights() if weighted else None
+    product = routed.exact(x, w, None, weights).value
+    before = (1 - product).to(dtype)
+    out = before.clone()
+    with routed.row_tile():
+        given = (weights, [*routed.tiles], top_k)
+        expert_gemm.expert_matmul_add(x, laid_out(w, layout), *given, out=out)
+    exact = torch.where(routed.mine[:, None], before.double() + product, before.double())
+    assert torch.equal(out, exact.float().to(dtype)), "every bit"
+
+
+def test_dense_added():
+    """Two steps along K: of 16 in float32, of 64 or 128 in 16 bits."""
+    factors = {"layout": LAYOUTS, "routing": ROUTINGS, "top_k": (1, 2), "n": (16, 20, 68)}
+    factors |= {"k": (16, 36, 132), "dtype": DTYPES, "weighted": (False, True)}
+    check_all(cover(factors, ()), dense_added)
 
 
 def scaled(activation, layout, routing, top_k, has_bias, n, k, dtype, name):
@@ -187,7 +233,7 @@ def slot(activation, layout, routing, top_k, has_bias, n, k, dtype, name):
 
 def test_slot():
     names = ("int8_channel", "fp8_channel")
-    rows = cases(routing=("few",), n=(32, 20, 36), k=(128, 132, 260), dtype=DTYPES[::2], name=names)
+    rows = cases(routing=("few", "few_mapped"), n=(32, 20, 36), k=(128, 132, 260), dtype=DTYPES[::2], name=names)
     check_all(rows, slot)
 
 
@@ -213,6 +259,6 @@ def test_dgrad():
         "int8_w8a16", "int4_w4a16_g32_zp", "int8_w8a16_g32_zp", "fp8_block16x32", "nvfp4_w4a16",
         "int4_w4a8_g32",
     )  # fmt: skip
-    factors = {"layout": LAYOUTS, "routing": ("plain", "mapped", "few", "spoilt"), "top_k": (1, 2)}
+    factors = {"layout": LAYOUTS, "routing": ROUTINGS, "top_k": (1, 2)}
     factors |= {"n": (16, 36, 68), "k": (64, 84, 132), "dtype": DTYPES[::2], "name": names}
     check_all(cover(factors, ()), dgrad)
