@@ -27,8 +27,9 @@ from moe_ops.testing import Bounded
 MOST_WRONG = 8
 """Rows after which nothing more is to be learnt: a kernel that hangs takes 20 s a row."""
 EXPERTS = 4
-COUNTS = (18, 0, 2, 5)
-"""Slots of each expert: two tiles of 16 rows, no tile, and two partial ones."""
+COUNTS = (18, 0, 2, 17)
+"""Slots of each expert: two tiles of 16 rows, no tile, a partial one, and two. The five of them are
+two bands of two row tiles, and one of one."""
 MAP = (3, -1, 0, 1, 9, 2)
 """Local experts of six experts, of which two are elsewhere."""
 LAYOUTS = ("plain", "turned", "apart", "padded", "odd", "spaced")
@@ -43,6 +44,7 @@ GEMM_FACTORS: Mapping[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
     "routing": ROUTINGS,
     "top_k": (1, 2),
+    "gap": (0, 8, 3),
     "has_bias": (False, True),
 }
 """What every expert GEMM has. Its own table adds sizes: whole tiles, and remainders of 4 mod 8."""
@@ -72,6 +74,13 @@ def laid_out(w: Tensor, layout: str) -> Tensor:
     else:
         return w
     return memory.view(w.dtype).copy_(w)
+
+
+def gapped(x: Tensor, gap: int) -> Tensor:
+    """The rows of ``x`` with so many entries between them."""
+    memory = x.view(torch.uint8) if x.itemsize == 1 else x
+    memory = memory.new_zeros(len(x), x.shape[1] + gap)[:, : x.shape[1]]
+    return memory.view(x.dtype).copy_(x)
 
 
 def spoilt(plan: Tensor, num_slots: int, tile: int) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from kernel_cases import (  # noqa: E402
     assert_unwritten,
     cases,
     check_all,
+    gapped,
     laid_out,
     whole,
     whole_rows,
@@ -69,15 +70,16 @@ def compare(out, exact, expected, routed, activation):
     assert_matches_reference(out[mine], exact.rounded(out.dtype)[mine], expected[mine])
 
 
-def dense(activation, layout, routing, top_k, has_bias, n, k, dtype, weighted):
+def dense(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, weighted):
     routed, tail = Routed(routing, top_k), (top_k, activation)
     x = whole(routed.tokens, k).to(dtype)
     w = whole(EXPERTS, weight_rows(n, activation), k, seed=1).to(dtype)
     bias, weights = bias_of(has_bias, n, activation), routed.weights() if weighted else None
     with routed.row_tile():
         out = expert_gemm.expert_matmul(
-            x, laid_out(w, layout), bias, weights, [*routed.tiles], *tail, config=tiles_of(16)
-        )
+            gapped(x, gap), laid_out(w, layout), bias, weights, [*routed.tiles], *tail,
+            config=tiles_of(16),
+        )  # fmt: skip
         expected = dense_reference.expert_matmul(x, w, bias, weights, [*routed.sound], *tail)
     compare(out, routed.exact(x, w, bias, weights, activation), expected, routed, activation)
 
@@ -110,7 +112,7 @@ def test_dense_in_expert_order():
     check_all(cover(factors, ()), dense_in_expert_order)
 
 
-def dense_added(layout, routing, top_k, n, k, dtype, weighted):
+def dense_added(layout, routing, top_k, gap, n, k, dtype, weighted):
     """Rows that cancel most of the product: what is rounded before the sum shows."""
     routed = Routed(routing, top_k)
     x, w = (whole(*s, most=12, seed=i) for i, s in enumerate(((routed.tokens, k), (EXPERTS, n, k))))
@@ -120,7 +122,7 @@ def dense_added(layout, routing, top_k, n, k, dtype, weighted):
     out = before.clone()
     with routed.row_tile():
         given = (weights, [*routed.tiles], top_k)
-        expert_gemm.expert_matmul_add(x, laid_out(w, layout), *given, out=out)
+        expert_gemm.expert_matmul_add(gapped(x, gap), laid_out(w, layout), *given, out=out)
     exact = torch.where(routed.mine[:, None], before.double() + product, before.double())
     assert torch.equal(out, exact.float().to(dtype)), "every bit"
 
@@ -128,17 +130,17 @@ def dense_added(layout, routing, top_k, n, k, dtype, weighted):
 def test_dense_added():
     """Two steps along K: of 16 in float32, of 64 or 128 in 16 bits."""
     factors = {"layout": LAYOUTS, "routing": ROUTINGS, "top_k": (1, 2), "n": (16, 20, 68)}
-    factors |= {"k": (16, 36, 132), "dtype": DTYPES, "weighted": (False, True)}
+    factors |= {"gap": (0, 3), "k": (16, 36, 132), "dtype": DTYPES, "weighted": (False, True)}
     check_all(cover(factors, ()), dense_added)
 
 
-def scaled(activation, layout, routing, top_k, has_bias, n, k, dtype, name):
+def scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name):
     scheme, tail = get_scheme(name), (top_k, name, dtype, activation)
     routed = Routed(routing, top_k, name)
     q = whole_weight(scheme, weight_rows(n, activation), k)
     rows, scale, numbers = whole_rows(scheme, routed.tokens, k)
     bias = bias_of(has_bias, n, activation)
-    head, rest = (rows, scale, laid_out(q.data, layout), q.scale), (q.global_scale, bias)
+    head, rest = (gapped(rows, gap), scale, laid_out(q.data, layout), q.scale), (q.global_scale, bias)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
             *head, *rest, [*routed.tiles], *tail, config=tiles_of(32 if scheme.decoded else 16)
@@ -150,7 +152,7 @@ def scaled(activation, layout, routing, top_k, has_bias, n, k, dtype, name):
 
 
 def test_scaled():
-    names = ("fp8_tensor", "int8_channel", "fp8_block16x32", "int8_block16")
+    names = ("fp8_tensor", "int8_channel", "fp8_block16x32", "fp8_block32x16", "int8_block16")
     check_all(cases(n=(32, 20, 36), k=(16, 36, 72), dtype=DTYPES[::2], name=names), scaled)
 
 
@@ -159,7 +161,7 @@ def test_both_dequantized():
     check_all(cases(n=(16, 20, 36), k=(32, 68, 96), dtype=DTYPES[:1], name=names), scaled)
 
 
-def block_scaled(activation, layout, routing, top_k, has_bias, n, k, dtype, name):
+def block_scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name):
     scheme, tail = get_scheme(name), (top_k, name, dtype, activation)
     routed = Routed(routing, top_k, name, facts=BLACKWELL)
     q = whole_weight(scheme, weight_rows(n, activation), k)
@@ -168,7 +170,7 @@ def block_scaled(activation, layout, routing, top_k, has_bias, n, k, dtype, name
     rest = (q.scale, q.global_scale, bias)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
-            rows, scale, laid_out(q.data, layout), *rest, [*routed.tiles], *tail,
+            gapped(rows, gap), scale, laid_out(q.data, layout), *rest, [*routed.tiles], *tail,
             config=tiles_of(64),
         )  # fmt: skip
         expected = scaled_reference.scaled_matmul(
@@ -183,7 +185,9 @@ def test_block_scaled():
     check_all(cases(n=(16, 20, 36), k=(64, 100, 160), dtype=DTYPES[:1], name=names), block_scaled)
 
 
-def weight_only(activation, layout, routing, top_k, has_bias, n, k, block_k, dtype, weighted, name):
+def weight_only(
+    activation, layout, routing, top_k, gap, has_bias, n, k, block_k, dtype, weighted, name
+):
     scheme, tail = get_scheme(name), (top_k, name, activation)
     routed = Routed(routing, top_k, name)
     q = whole_weight(scheme, weight_rows(n, activation), k)
@@ -192,8 +196,9 @@ def weight_only(activation, layout, routing, top_k, has_bias, n, k, block_k, dty
     rest = (*q[1:], bias, weights)
     with routed.row_tile():
         out = weight_only_gemm.weight_only_matmul(
-            x, laid_out(q.data, layout), *rest, [*routed.tiles], *tail, config=tiles_of(block_k)
-        )
+            gapped(x, gap), laid_out(q.data, layout), *rest, [*routed.tiles], *tail,
+            config=tiles_of(block_k),
+        )  # fmt: skip
         expected = stored_reference.weight_only_matmul(x, q.data, *rest, [*routed.sound], *tail)
     weight = dequantize_weight(q, scheme)
     exact = routed.exact(x, weight, bias, weights, activation, stored=dtype)
@@ -210,7 +215,7 @@ def test_weight_only():
     check_all(rows, weight_only)
 
 
-def slot(activation, layout, routing, top_k, has_bias, n, k, dtype, name):
+def slot(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name):
     """Rows whose largest magnitude is the element's: their scale is one."""
     scheme, tail = get_scheme(name), (top_k, name, dtype, activation)
     routed = Routed(routing, top_k, name)
@@ -220,7 +225,7 @@ def slot(activation, layout, routing, top_k, has_bias, n, k, dtype, name):
     bias, rest = bias_of(has_bias, n, activation), (q.scale, None)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
-            x, None, laid_out(q.data, layout), *rest, bias, [*routed.tiles], *tail
+            gapped(x, gap), None, laid_out(q.data, layout), *rest, bias, [*routed.tiles], *tail
         )
         given = moe_quantize(x, None, None, None, None, 1, scheme.activation.key)
         expected = scaled_reference.scaled_matmul(

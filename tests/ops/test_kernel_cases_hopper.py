@@ -18,6 +18,7 @@ from kernel_cases import (  # noqa: E402
     assert_unwritten,
     cases,
     check_all,
+    gapped,
     laid_out,
     whole,
     whole_rows,
@@ -89,8 +90,9 @@ def operands_of(scheme, tokens, n, k):
 
 
 def scaled_or_dense(
-    tiles, name, activation, layout, routing, top_k, has_bias, n, k, weighted, on_demand, programs
-):
+    tiles, name, activation, layout, routing, top_k, gap, has_bias, n, k, weighted, on_demand,
+    programs,
+):  # fmt: skip
     kernel, tile, block_n = tiles
     scheme = get_scheme(name)
     routed = Routed(routing, top_k, name, tile, counts_of(tile))
@@ -98,22 +100,20 @@ def scaled_or_dense(
     rows, (w, w_scale, weight) = operands_of(scheme, routed.tokens, count, k)
     bias = whole(EXPERTS, count, most=300, seed=2) / 4 if has_bias else None
     weights = routed.weights() if weighted and w_scale is None else None
-    there = laid_out(w, layout)
+    there, a = laid_out(w, layout), gapped(rows[0], gap)
     with routed.row_tile():
         how = ([*routed.tiles], top_k)
         if w_scale is None:
-            problem = dense_problem(
-                rows[0], there, *how, activation, weighted=weights is not None
-            )
+            problem = dense_problem(a, there, *how, activation, weighted=weights is not None)
             expected = expert_matmul(
                 rows[0], w, bias, weights, [*routed.sound], top_k, activation
             )
         else:
-            problem = scaled_problem(*rows[:2], there, w_scale, *how, name, activation)
+            problem = scaled_problem(a, rows[1], there, w_scale, *how, name, activation)
             expected = scaled_matmul(
                 *rows[:2], w, w_scale, None, bias, [*routed.sound], top_k, name, BF16, activation
             )
-        operands = GemmOperands(rows[0], there, routed.tiles, bias, weights, rows[1], w_scale)
+        operands = GemmOperands(a, there, routed.tiles, bias, weights, rows[1], w_scale)
         config = HopperTiles(kernel, tile, block_n, 2, 2, on_demand)
         out, _ = run(problem, config, operands, expected, programs)
     exact = routed.exact(rows[2], weight, bias, weights, activation)
@@ -141,6 +141,7 @@ def test_packed_and_stream():
     rows = cases(
         RULES,
         layout=LAYOUTS,
+        gap=(0, 16),
         tiles=TILES,
         name=names,
         n=(64, 136, 200),
@@ -153,14 +154,14 @@ def test_packed_and_stream():
 
 
 def dequantized(
-    tile, name, activation, layout, routing, top_k, has_bias, n, k, weighted, dtype, programs
+    tile, name, activation, layout, routing, top_k, gap, has_bias, n, k, weighted, dtype, programs
 ):
     scheme = get_scheme(name)
     routed = Routed(routing, top_k, name, tile, counts_of(tile))
     count = 2 * n if activation and formula(activation).gated else n
     q = whole_weight(scheme, count, k)
     q = q._replace(scale=q.scale.to(dtype) if scheme.weight.scale == "input" else q.scale)
-    x = whole(routed.tokens, k + 8)[:, :k].to(dtype)
+    x = gapped(whole(routed.tokens, k).to(dtype), gap)
     bias = whole(EXPERTS, count, most=300, seed=2) / 4 if has_bias else None
     weights = routed.weights() if weighted else None
     packed = pack_weight(q, name)
@@ -183,7 +184,7 @@ def test_dequantized_in_registers():
         "fp8_w8a16", "int8_w8a16_g32_zp",
     )  # fmt: skip
     rows = cases(
-        layout=("plain",), tile=(16, 32, 64, 128), name=names, n=(64, 192, 320), k=(64, 192, 320),
+        layout=("plain",), gap=(0, 8), tile=(16, 32, 64, 128), name=names, n=(64, 192, 320), k=(64, 192, 320),
         weighted=(False, True), dtype=(BF16,), programs=(2, 5),
     )  # fmt: skip
     check_all(rows, dequantized)
