@@ -41,7 +41,7 @@ def test_sizes_that_no_box_holds():
     wrong, taken = [], set()
     activations = ("silu", "swigluoai", "relu2_no_mul", "")
     for name, tokens, activation in product(SCHEMES, (1, 64, 4096), activations):
-        for n, k, rows in product(NS, KS, (None, 16, 64, 128)):
+        for n, k, rows in product(NS, KS, (None, 16, 64, 128, 192)):
             facts = NO_GPU._replace(row_tile=rows)
             kernel = plan_gemm(problem_of(name, tokens, n, k, activation, facts), facts).kernel
             gated = activation != "" and formula(activation).gated

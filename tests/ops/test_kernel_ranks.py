@@ -101,10 +101,10 @@ def returned_run(rows, width, k, everywhere, dtype):
 
 
 def returned(rows, width, k, everywhere, dtype):
-    """Two programs: several pieces of several tiles each, the last of which is not full."""
+    """Two programs: several pieces of tiles of one or two tokens, the last of which is not full."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "programs_of", lambda rows: min(rows, 2))
-        patch.setattr(symmetric, "RETURNED", 4 * 64)
+        patch.setattr(symmetric, "RETURNED", 64)
         symmetric._return_launch.cache_clear()
         found = returned_run(rows, width, k, everywhere, dtype)
     symmetric._return_launch.cache_clear()

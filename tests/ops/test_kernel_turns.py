@@ -22,6 +22,7 @@ from moe_ops.kernels import routing  # noqa: E402
 from moe_ops.kernels._sort.counting_sort import block_sizes  # noqa: E402
 from moe_ops.ops import STAGES  # noqa: E402
 from moe_ops.reference.slots import local_experts  # noqa: E402
+from moe_ops.scheme import parse_quant  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
 
 pytestmark = pytest.mark.kernel
@@ -157,6 +158,9 @@ def sorted_slots(slots, experts, mapped, name, k):
     expert_map = None
     if mapped:
         expert_map = torch.arange(experts + 2, dtype=I32).flip(0) - 1
+        if name == "moe_align_block_size":
+            expert_map = expert_map.long()
+            expert_map[0] = 2**32 + 1  # no name of 32 bits
     if name == "batched_rows":
         same(name, ids, 2, experts - 2, 40)
     elif name == "moe_align_block_size":
@@ -232,6 +236,10 @@ def quantized(width, rows, quant, source, dtype, holes):
     ids = ids_with_holes(rows, 2, 3) if holes else None
     if source == "rows":
         same("moe_quantize", spaced(x), scale, None, ids, None, 3, quant)
+        if static and not parse_quant(quant).per_tensor:
+            scale = 2.0 ** whole(rows, 1, most=2, seed=3)
+        weights = 2.0 ** whole(rows, 2, most=1)
+        same("moe_quantize", spaced(x), scale, weights, ids, None, 3, quant)
     elif source == "activated":
         same("activation_quantize", spaced(x), scale, ids, None, 3, "relu2", quant)
     else:
@@ -254,14 +262,27 @@ def test_quantization():
 
 
 def routed_logits(kind, experts, dtype):
-    """Three tokens whose scores tie, underflow, nearly tie, or are no numbers."""
+    """Three tokens whose scores tie, underflow, nearly tie, or are no numbers.
+
+    Of ``underflowing`` logits, and of ``close`` ones whose scores are rounded to one number, some
+    are larger than others with a lower id: the lower id is chosen.
+    """
     g = torch.Generator().manual_seed(experts)
-    logits = torch.randn(3, experts, generator=g)
+    logits, some = torch.randn(3, experts, generator=g), min(experts - 1, experts // 2 + 3)
     if kind == "equal":
         logits = torch.full_like(logits, 0.3)
     elif kind == "underflowing":
         logits = -150.0 - logits.abs() * 20
-        logits[:, experts // 2] = 0.0
+        logits[1] = -200.0
+        logits[1, experts // 2 : some] = -140.0 - torch.arange(some - experts // 2)
+        logits[:, experts // 2 - 1] = 0.0
+    elif kind == "close":
+        logits = logits.abs() * -3 - 1
+        logits[:, :4] = 0.01 + torch.tensor([0.0, 2.0, 1.0, 3.0]) * 2.0**-30
+    elif kind == "behind":
+        logits = (0.25 - torch.arange(experts) * 2.0**-21).repeat(3, 1)
+        logits[:, 20:] = 0.0
+        logits[:, -1] = 0.25 + 2.0**-21
     elif kind == "steps":
         logits = (logits * 2).round() / 2
     elif kind == "near":
@@ -285,18 +306,18 @@ def chosen(kind, experts, k, dtype, scoring, biased, renormalize, many):
 
 def test_choices():
     factors = {
-        "kind": ("equal", "underflowing", "steps", "near", "broken", "random"),
+        "kind": ("equal", "underflowing", "close", "behind", "steps", "near", "broken", "random"),
         "experts": (5, 60, 256, 4096), "k": (1, 3, 8), "dtype": (BF16, torch.float16, F32),
         "scoring": ("softmax", "sigmoid", "sqrtsoftplus"), "biased": (False, True),
         "renormalize": (False, True), "many": (False, True),
     }  # fmt: skip
-    check_all(cover(factors, ()), chosen)
+    check_all(cover(factors, (), 3), chosen)
 
 
 def mapped(tokens, k, dtype, counted):
     """More slots than a program maps."""
     ids = ids_with_holes(tokens, k, 6)
-    replicas = torch.tensor([[0, 6, 7], [1, -1, 9], [2, 8, 3], [3, 0, 1], [4, 4, 4], [5, 11, 5]])
+    replicas = torch.tensor([[0, 6, 7], [1, -1, 9], [2, 8, 3], [3, 0, 1], [4, 9, 4], [5, 11, 5]])
     counts = torch.tensor([3, 1, 2, 0, 9, 2]).to(dtype)
     limit = torch.tensor(tokens - 2) if counted else None
     rest = (replicas.to(dtype), counts, None, limit, dtype, 5, torch.tensor(3))
