@@ -40,7 +40,7 @@ def test_sizes_that_no_box_holds():
     """Rows of 16 bytes along K, and 8 gate rows beside 8 up rows: else no Hopper kernel."""
     wrong, taken = [], set()
     activations = ("silu", "swigluoai", "relu2_no_mul", "")
-    for name, tokens, activation in product(SCHEMES, (1, 64, 4096), activations):
+    for name, tokens, activation in product(SCHEMES, (1, 2, 64, 4096), activations):
         for n, k, rows in product(NS, KS, (None, 16, 64, 128, 192)):
             facts = NO_GPU._replace(row_tile=rows)
             kernel = plan_gemm(problem_of(name, tokens, n, k, activation, facts), facts).kernel
@@ -52,7 +52,7 @@ def test_sizes_that_no_box_holds():
             elif whole and tokens == 4096 and rows in (64, 128) and name != "fp8_block128":
                 wanted = kernel == PACKED
             elif whole:
-                wanted = kernel != PACKED or tokens > 1  # one token has no plan
+                wanted = kernel != PACKED or tokens > 2  # so few slots have no plan
             else:
                 wanted = kernel not in HOPPERS
             taken.add(kernel)

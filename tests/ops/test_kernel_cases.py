@@ -20,7 +20,6 @@ from kernel_cases import (  # noqa: E402
     assert_unwritten,
     cases,
     check_all,
-    gapped,
     laid_out,
     whole,
     whole_rows,
@@ -77,8 +76,8 @@ def dense(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, weight
     bias, weights = bias_of(has_bias, n, activation), routed.weights() if weighted else None
     with routed.row_tile():
         out = expert_gemm.expert_matmul(
-            gapped(x, gap), laid_out(w, layout), bias, weights, [*routed.tiles], *tail,
-            config=tiles_of(16),
+            routed.rows(x, gap), laid_out(routed.of_experts(w), layout), routed.of_experts(bias),
+            weights, [*routed.tiles], *tail, config=tiles_of(16),
         )  # fmt: skip
         expected = dense_reference.expert_matmul(x, w, bias, weights, [*routed.sound], *tail)
     compare(out, routed.exact(x, w, bias, weights, activation), expected, routed, activation)
@@ -122,7 +121,9 @@ def dense_added(layout, routing, top_k, gap, n, k, dtype, weighted):
     out = before.clone()
     with routed.row_tile():
         given = (weights, [*routed.tiles], top_k)
-        expert_gemm.expert_matmul_add(gapped(x, gap), laid_out(w, layout), *given, out=out)
+        expert_gemm.expert_matmul_add(
+            routed.rows(x, gap), laid_out(routed.of_experts(w), layout), *given, out=out
+        )
     exact = torch.where(routed.mine[:, None], before.double() + product, before.double())
     assert torch.equal(out, exact.float().to(dtype)), "every bit"
 
@@ -140,7 +141,8 @@ def scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name)
     q = whole_weight(scheme, weight_rows(n, activation), k)
     rows, scale, numbers = whole_rows(scheme, routed.tokens, k)
     bias = bias_of(has_bias, n, activation)
-    head, rest = (gapped(rows, gap), scale, laid_out(q.data, layout), q.scale), (q.global_scale, bias)
+    data, w_scale = routed.of_experts(q.data), routed.of_experts(q.scale)
+    head, rest = (routed.rows(rows, gap), scale, laid_out(data, layout), w_scale), (q.global_scale, bias)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
             *head, *rest, [*routed.tiles], *tail, config=tiles_of(32 if scheme.decoded else 16)
@@ -170,8 +172,8 @@ def block_scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype,
     rest = (q.scale, q.global_scale, bias)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
-            gapped(rows, gap), scale, laid_out(q.data, layout), *rest, [*routed.tiles], *tail,
-            config=tiles_of(64),
+            routed.rows(rows, gap), scale, laid_out(routed.of_experts(q.data), layout), *rest,
+            [*routed.tiles], *tail, config=tiles_of(64),
         )  # fmt: skip
         expected = scaled_reference.scaled_matmul(
             rows, scale, q.data, *rest, [*routed.sound], *tail
@@ -196,8 +198,8 @@ def weight_only(
     rest = (*q[1:], bias, weights)
     with routed.row_tile():
         out = weight_only_gemm.weight_only_matmul(
-            gapped(x, gap), laid_out(q.data, layout), *rest, [*routed.tiles], *tail,
-            config=tiles_of(block_k),
+            routed.rows(x, gap), laid_out(routed.of_experts(q.data), layout), *rest,
+            [*routed.tiles], *tail, config=tiles_of(block_k),
         )  # fmt: skip
         expected = stored_reference.weight_only_matmul(x, q.data, *rest, [*routed.sound], *tail)
     weight = dequantize_weight(q, scheme)
@@ -225,7 +227,7 @@ def slot(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name):
     bias, rest = bias_of(has_bias, n, activation), (q.scale, None)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
-            gapped(x, gap), None, laid_out(q.data, layout), *rest, bias, [*routed.tiles], *tail
+            routed.rows(x, gap), None, laid_out(routed.of_experts(q.data), layout), *rest, bias, [*routed.tiles], *tail
         )
         given = moe_quantize(x, None, None, None, None, 1, scheme.activation.key)
         expected = scaled_reference.scaled_matmul(
@@ -248,7 +250,7 @@ def dgrad(layout, routing, top_k, n, k, dtype, name):
     dy = whole(routed.tokens, n).to(dtype)
     rest = (q.scale, q.zero_point, q.global_scale)
     with routed.row_tile():
-        call = (dy, laid_out(q.data, layout), *rest, [*routed.tiles], top_k, name)
+        call = (routed.rows(dy), laid_out(routed.of_experts(q.data), layout), *rest, [*routed.tiles], top_k, name)
         out = ops.expert_dgrad(*call)
         expected = dgrad_reference.expert_dgrad(
             dy, q.data, *rest, [*routed.sound], top_k, name

@@ -11,14 +11,16 @@ from conftest import INTERPRETED
 if not INTERPRETED:
     pytest.skip("runs kernels in the interpreter", allow_module_level=True)
 
+from expert_order import places  # noqa: E402
 from gluon_interpreter import interpreted  # noqa: E402
 from kernel_cases import (  # noqa: E402
+    ACTIVATIONS,
     EXPERTS,
     Routed,
     assert_unwritten,
     cases,
     check_all,
-    gapped,
+    poisoned,
     laid_out,
     whole,
     whole_rows,
@@ -57,8 +59,11 @@ LAYOUTS = ("plain", "apart", "boxed")
 
 
 def counts_of(tile):
-    """Slots of experts: a whole tile and a partial one, none, few, and a tile that is full."""
-    return tile + 6, 0, 3, tile
+    """Slots of experts: a whole tile and a few more, none, one more than a part of a tile holds.
+
+    Five tiles are two bands of two, and one of one.
+    """
+    return tile + 6, 0, 65 if tile == 192 else tile // 2 + 1, tile + 1
 
 
 def run(problem, config, operands, like, programs):
@@ -100,7 +105,7 @@ def scaled_or_dense(
     rows, (w, w_scale, weight) = operands_of(scheme, routed.tokens, count, k)
     bias = whole(EXPERTS, count, most=300, seed=2) / 4 if has_bias else None
     weights = routed.weights() if weighted and w_scale is None else None
-    there, a = laid_out(w, layout), gapped(rows[0], gap)
+    there, a = laid_out(routed.of_experts(w), layout), routed.rows(rows[0], gap)
     with routed.row_tile():
         how = ([*routed.tiles], top_k)
         if w_scale is None:
@@ -132,25 +137,50 @@ RULES = (
     (("tiles", "on_demand"), lambda tiles, on: not on or tiles[0] == PACKED),
     (("name", "weighted"), lambda name, weighted: not weighted or name == "unquantized"),
     (("name", "activation", "n"), lambda name, a, n: name != "fp8_block128" or a != "silu" or n == 64),
-    (("routing", "top_k"), lambda routing, top_k: True),
 )
 
 
 def test_packed_and_stream():
     names = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int8_tensor")
-    rows = cases(
-        RULES,
-        layout=LAYOUTS,
-        gap=(0, 16),
-        tiles=TILES,
-        name=names,
-        n=(64, 136, 200),
-        k=(128, 144, 272),
-        weighted=(False, True),
-        on_demand=(False, True),
-        programs=(2, 5),
-    )
-    check_all(rows, scaled_or_dense)
+    sizes = {"n": (64, 136, 200), "k": (128, 144, 272), "gap": (0, 16), "layout": LAYOUTS}
+    flags = {"weighted": (False, True), "on_demand": (False, True), "programs": (2, 5)}
+    check_all(cases(RULES, tiles=TILES, name=names, **sizes, **flags), scaled_or_dense)
+
+
+def test_where_columns_are():
+    """Tile, activation and scales in every combination: each has places of columns of its own."""
+    few = {"layout": ("boxed",), "routing": ("plain",), "top_k": (2,), "gap": (0,), "n": (64, 200)}
+    few |= {"k": (144,), "weighted": (False,), "on_demand": (True, False), "programs": (2,)}
+    few |= {"has_bias": (True,), "tiles": TILES, "name": ("unquantized", "fp8_channel", "fp8_block128")}
+    check_all(cover({**few, "activation": ACTIVATIONS}, RULES, 3), scaled_or_dense)
+
+
+def in_expert_order(tiles, activation, routing, n, k, on_demand, programs):
+    """Rows that a GEMM with an activation writes, and that one without it reads: by expert."""
+    kernel, tile, block_n = tiles
+    routed = Routed(routing, 1, "unquantized", tile, counts_of(tile))
+    count = 2 * n if activation and formula(activation).gated else n
+    x, w = whole(routed.tokens, k).bfloat16(), whole(EXPERTS, count, k, seed=1).bfloat16()
+    slots, rows = places(routed.ids, routed.expert_map, EXPERTS, False)
+    given = x
+    if not activation:
+        given = torch.full_like(x, torch.nan).index_copy(0, rows, x[slots])
+    with routed.row_tile():
+        how = ([*routed.tiles], 1, activation)
+        problem = dense_problem(given, w, *how, expert_order=True)
+        expected = expert_matmul(x, w, None, None, [*routed.sound], 1, activation)
+        config = HopperTiles(kernel, tile, block_n, 2, 2, on_demand)
+        operands = GemmOperands(given, w, routed.tiles)
+        out, _ = run(problem, config, operands, expected, programs)
+    if activation:
+        out = torch.full_like(out, torch.nan).index_copy(0, slots, out[rows])
+    compare(out, routed.exact(x, w, None, None, activation), expected, routed, activation)
+
+
+def test_packed_in_expert_order():
+    factors = {"tiles": TILES[:3], "activation": ("", "silu", "swigluoai"), "n": (64, 136)}
+    factors |= {"routing": ("plain", "mapped"), "k": (144, 272), "on_demand": (False, True)}
+    check_all(cover({**factors, "programs": (2, 5)}, ()), in_expert_order)
 
 
 def dequantized(
@@ -161,15 +191,16 @@ def dequantized(
     count = 2 * n if activation and formula(activation).gated else n
     q = whole_weight(scheme, count, k)
     q = q._replace(scale=q.scale.to(dtype) if scheme.weight.scale == "input" else q.scale)
-    x = gapped(whole(routed.tokens, k).to(dtype), gap)
+    x = whole(routed.tokens, k).to(dtype)
     bias = whole(EXPERTS, count, most=300, seed=2) / 4 if has_bias else None
     weights = routed.weights() if weighted else None
     packed = pack_weight(q, name)
     with routed.row_tile():
-        problem = stored_problem(x, packed.data, [*routed.tiles], top_k, name, activation)
+        a = routed.rows(x, gap)
+        problem = stored_problem(a, packed.data, [*routed.tiles], top_k, name, activation)
         rest = (bias, weights, [*routed.sound], top_k, name, activation)
         expected = weight_only_matmul(x, *q, *rest)
-        operands = GemmOperands(x, packed.data, routed.tiles, bias, weights, None, *packed[1:])
+        operands = GemmOperands(a, packed.data, routed.tiles, bias, weights, None, *packed[1:])
         programs = None if routing.startswith("few") else programs
         out, kernel = run(problem, None, operands, expected, programs)
         assert kernel in DECODING
@@ -183,11 +214,14 @@ def test_dequantized_in_registers():
         "int8_w8a16", "int4_w4a16_g128", "int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4_w4a16",
         "fp8_w8a16", "int8_w8a16_g32_zp",
     )  # fmt: skip
-    rows = cases(
-        layout=("plain",), gap=(0, 8), tile=(16, 32, 64, 128), name=names, n=(64, 192, 320), k=(64, 192, 320),
-        weighted=(False, True), dtype=(BF16,), programs=(2, 5),
-    )  # fmt: skip
-    check_all(rows, dequantized)
+    sizes = {"n": (64, 192, 320), "k": (64, 192, 320), "gap": (0, 8), "layout": ("plain",)}
+    flags = {"weighted": (False, True), "dtype": (BF16,), "programs": (2, 5)}
+    tiles = (16, 32, 64, 128)
+    check_all(cases(tile=tiles, name=names, **sizes, **flags), dequantized)
+    few = {"layout": ("plain",), "routing": ("plain",), "top_k": (1,), "gap": (0,), "k": (64,)}
+    few |= {"has_bias": (True,), "weighted": (True,), "dtype": (BF16,), "programs": (3,)}
+    few |= {"name": ("int8_w8a16", "int4_w4a16_g128"), "tile": tiles, "n": (192,)}
+    check_all(cover({**few, "activation": ACTIVATIONS[1:]}, (), 3), dequantized)
 
 
 class OneToken:
@@ -232,6 +266,12 @@ class OneToken:
         self.given = data, scale
         if stored:
             self.rows, self.scale = data, scale
+
+    def poison(self):
+        """NaN in what belongs to no slot that has an expert."""
+        if len(self.rows) == len(self.mine):
+            self.rows, self.scale = poisoned(self.rows, self.mine), poisoned(self.scale, self.mine)
+        self.w = poisoned(self.w, torch.isin(torch.arange(len(self.w)), self.expert))
 
     def problem(self, name, top_k, activation="", weighted=False):
         how = ([*self.tiles], top_k)
@@ -292,6 +332,7 @@ def sum_of_rows(products, weights, mine):
 def one_token_sum(name, layout, top_k, mapped, stored, has_bias, n, k, weighted, early, programs):
     """Every bit of the sum."""
     token = OneToken(name, k, n, top_k, mapped, stored, top_k)
+    token.poison()
     token.there = laid_out(token.w, layout)
     bias = token.bias(has_bias)
     weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted else None
@@ -308,6 +349,7 @@ def one_token_sum(name, layout, top_k, mapped, stored, has_bias, n, k, weighted,
 def dequantized_sum(name, top_k, mapped, has_bias, n, k, weighted, early):
     """Every bit of the sum, with a packed weight."""
     token = OneToken(name, k, n, top_k, mapped, False, top_k)
+    token.rows = poisoned(token.rows, token.mine)
     packed, bias = pack_weight(token.stored, name), token.bias(has_bias)
     weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted else None
     problem = stored_problem(token.rows, packed.data, [*token.tiles], 1, name)
@@ -321,13 +363,17 @@ def dequantized_sum(name, top_k, mapped, has_bias, n, k, weighted, early):
 
 
 def test_one_token():
-    factors = {"name": ("unquantized", "fp8_channel", "fp8_block128"), "layout": LAYOUTS}
-    factors |= {"top_k": (1, 3, 10), "mapped": (False, True), "stored": (False, True)}
-    factors |= {"has_bias": (False, True), "n": (64, 72, 136), "k": (128, 272, 528)}
-    factors |= {"weighted": (False, True), "programs": (1, 3, 20)}
+    names = ("unquantized", "fp8_channel", "fp8_block128")
+    factors = {"name": names, "layout": LAYOUTS, "stored": (False, True), "k": (128, 272, 528)}
+    factors |= {"top_k": (1, 3), "mapped": (False, True), "n": (64, 72, 136)}
+    factors |= {"has_bias": (False, True), "weighted": (False, True), "programs": (1, 3, 20)}
     activations = ("silu", "swigluoai", "relu2_no_mul")
     check_all(cover({**factors, "activation": activations}, ()), one_token)
-    check_all(cover({**factors, "early": (False, True)}, ()), one_token_sum)
+    few = {"layout": ("plain",), "top_k": (1,), "mapped": (False,), "n": (72,), "k": (144,)}
+    few |= {"weighted": (True,), "programs": (1,), "has_bias": (True,)}
+    check_all(cover({**factors, **few, "activation": activations}, (), 3), one_token)
+    sums = {"top_k": (1, 3, 10), "early": (False, True)}
+    check_all(cover({**factors, **sums}, ()), one_token_sum)
 
 
 def test_one_token_dequantized_in_registers():

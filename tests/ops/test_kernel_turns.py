@@ -4,6 +4,7 @@ Bit by bit what references make, in the interpreter: numbers are integers, so th
 """
 
 from importlib import import_module
+from itertools import product
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_quantization():
         "fp8:1x*:float32", "int8:1x*:float32", "int8:*x*:float32", "fp8:1x128:float32",
         "fp4:1x16:e8m0", "fp8:1x32:e8m0", "int8:*x*:float32:static", "fp8:1x*:float32:static",
     )  # fmt: skip
-    sizes = {"width": (16, 260, 1100, 4100), "rows": (1, 9, 35), "dtype": (BF16, F32)}
+    sizes = {"width": (16, 260, 1100, 4100), "rows": (2, 9, 35), "dtype": (BF16, F32)}
     factors = {"quant": quants, "source": ("rows", "activated", "batched"), "holes": (False, True)}
     check_all(cover({**sizes, **factors}, ()), quantized)
 
@@ -287,14 +288,16 @@ def routed_logits(kind, experts, dtype):
         logits = (logits * 2).round() / 2
     elif kind == "near":
         logits = 0.25 + (logits * 64).round() * 2.0**-23
+    elif kind == "negative":
+        logits.view(I32)[:, 2:] = -1  # NaN with a sign: below any number
     elif kind == "broken":
         logits[0, ::3], logits[1, 1::4], logits[2] = torch.nan, torch.inf, -torch.inf
         logits[2, experts - 1] = -3.0
     return logits.to(dtype)
 
 
-def chosen(kind, experts, k, dtype, scoring, biased, renormalize, many):
-    k = min(k, experts)
+def chosen(kind, experts, k, dtype, how, renormalize, many):
+    k, (scoring, biased) = min(k, experts), how
     bias = (whole(experts, most=2) / 4) if biased else None
     logits = routed_logits(kind, experts, dtype)
     with pytest.MonkeyPatch.context() as patch:
@@ -306,9 +309,9 @@ def chosen(kind, experts, k, dtype, scoring, biased, renormalize, many):
 
 def test_choices():
     factors = {
-        "kind": ("equal", "underflowing", "close", "behind", "steps", "near", "broken", "random"),
+        "kind": ("equal", "underflowing", "close", "behind", "steps", "near", "broken", "negative"),
         "experts": (5, 60, 256, 4096), "k": (1, 3, 8), "dtype": (BF16, torch.float16, F32),
-        "scoring": ("softmax", "sigmoid", "sqrtsoftplus"), "biased": (False, True),
+        "how": tuple(product(("softmax", "sigmoid", "sqrtsoftplus"), (False, True))),
         "renormalize": (False, True), "many": (False, True),
     }  # fmt: skip
     check_all(cover(factors, (), 3), chosen)
