@@ -136,20 +136,20 @@ RULES = (
     (("tiles", "routing"), lambda tiles, routing: routing[:3] != "few" or tiles[0] == STREAM),
     (("tiles", "on_demand"), lambda tiles, on: not on or tiles[0] == PACKED),
     (("name", "weighted"), lambda name, weighted: not weighted or name == "unquantized"),
-    (("name", "activation", "n"), lambda name, a, n: name != "fp8_block128" or a != "silu" or n == 64),
+    (("name", "activation", "n"), lambda name, a, n: name != "fp8_block128" or a != "silu" or n == 192),
 )
 
 
 def test_packed_and_stream():
     names = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int8_tensor")
-    sizes = {"n": (64, 136, 200), "k": (128, 144, 272), "gap": (0, 16), "layout": LAYOUTS}
+    sizes = {"n": (192, 136, 72), "k": (128, 144, 272), "gap": (0, 16), "layout": LAYOUTS}
     flags = {"weighted": (False, True), "on_demand": (False, True), "programs": (2, 5)}
     check_all(cases(RULES, tiles=TILES, name=names, **sizes, **flags), scaled_or_dense)
 
 
 def test_where_columns_are():
     """Tile, activation and scales in every combination: each has places of columns of its own."""
-    few = {"layout": ("boxed",), "routing": ("plain",), "top_k": (2,), "gap": (0,), "n": (64, 200)}
+    few = {"layout": ("boxed",), "routing": ("plain",), "top_k": (2,), "gap": (0,), "n": (192, 200)}
     few |= {"k": (144,), "weighted": (False,), "on_demand": (True, False), "programs": (2,)}
     few |= {"has_bias": (True,), "tiles": TILES, "name": ("unquantized", "fp8_channel", "fp8_block128")}
     check_all(cover({**few, "activation": ACTIVATIONS}, RULES, 3), scaled_or_dense)
