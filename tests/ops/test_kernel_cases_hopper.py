@@ -149,8 +149,8 @@ def test_packed_and_stream():
 
 def test_where_columns_are():
     """Tile, activation and scales in every combination: each has places of columns of its own."""
-    few = {"layout": ("boxed",), "routing": ("plain",), "top_k": (2,), "gap": (0,), "n": (192, 200)}
-    few |= {"k": (144,), "weighted": (False,), "on_demand": (True, False), "programs": (2,)}
+    few = {"layout": ("boxed",), "routing": ("plain",), "top_k": (2,), "gap": (0,), "n": (192,)}
+    few |= {"k": (144,), "weighted": (False,), "on_demand": (False,), "programs": (2,)}
     few |= {"has_bias": (True,), "tiles": TILES, "name": ("unquantized", "fp8_channel", "fp8_block128")}
     check_all(cover({**few, "activation": ACTIVATIONS}, RULES, 3), scaled_or_dense)
 
@@ -214,14 +214,14 @@ def test_dequantized_in_registers():
         "int8_w8a16", "int4_w4a16_g128", "int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4_w4a16",
         "fp8_w8a16", "int8_w8a16_g32_zp",
     )  # fmt: skip
-    sizes = {"n": (64, 192, 320), "k": (64, 192, 320), "gap": (0, 8), "layout": ("plain",)}
+    sizes = {"n": (64, 192), "k": (64, 192), "gap": (0, 8), "layout": ("plain",)}
     flags = {"weighted": (False, True), "dtype": (BF16,), "programs": (2, 5)}
     tiles = (16, 32, 64, 128)
     check_all(cases(tile=tiles, name=names, **sizes, **flags), dequantized)
     few = {"layout": ("plain",), "routing": ("plain",), "top_k": (1,), "gap": (0,), "k": (64,)}
     few |= {"has_bias": (True,), "weighted": (True,), "dtype": (BF16,), "programs": (3,)}
-    few |= {"name": ("int8_w8a16", "int4_w4a16_g128"), "tile": tiles, "n": (192,)}
-    check_all(cover({**few, "activation": ACTIVATIONS[1:]}, (), 3), dequantized)
+    few |= {"name": ("int8_w8a16",), "tile": tiles, "n": (192,), "activation": ACTIVATIONS[1:]}
+    check_all(cover(few, ()), dequantized)
 
 
 class OneToken:
@@ -366,14 +366,15 @@ def test_one_token():
     names = ("unquantized", "fp8_channel", "fp8_block128")
     factors = {"name": names, "layout": LAYOUTS, "stored": (False, True), "k": (128, 272, 528)}
     factors |= {"top_k": (1, 3), "mapped": (False, True), "n": (64, 72, 136)}
-    factors |= {"has_bias": (False, True), "weighted": (False, True), "programs": (1, 3, 20)}
+    factors |= {"has_bias": (False, True), "weighted": (False, True), "programs": (1, 3, 7)}
     activations = ("silu", "swigluoai", "relu2_no_mul")
     check_all(cover({**factors, "activation": activations}, ()), one_token)
     few = {"layout": ("plain",), "top_k": (1,), "mapped": (False,), "n": (72,), "k": (144,)}
     few |= {"weighted": (True,), "programs": (1,), "has_bias": (True,)}
     check_all(cover({**factors, **few, "activation": activations}, (), 3), one_token)
     sums = {"top_k": (1, 3, 10), "early": (False, True)}
-    check_all(cover({**factors, **sums}, ()), one_token_sum)
+    long = (("top_k", "k"), lambda top_k, k: top_k < 10 or k == 128)  # 80 experts
+    check_all(cover({**factors, **sums}, [long]), one_token_sum)
 
 
 def test_one_token_dequantized_in_registers():
