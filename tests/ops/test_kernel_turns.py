@@ -281,6 +281,9 @@ def routed_logits(kind, experts, dtype):
         logits = logits.abs() * -3 - 1
         logits[:, :4] = 0.01 + torch.tensor([0.0, 2.0, 1.0, 3.0]) * 2.0**-30
         return logits  # 16 bits do not hold them
+    elif kind == "lane":  # of a warp has all of the best
+        for first in (0, experts // 4):
+            logits[:, first : first + 4] += 9.0
     elif kind == "behind":
         logits = (0.25 - torch.arange(experts) * 2.0**-21).repeat(3, 1)
         logits[:, 20:] = 0.0
@@ -298,11 +301,14 @@ def routed_logits(kind, experts, dtype):
 
 
 def chosen(kind, experts, k, dtype, how, renormalize, many):
-    k, (scoring, biased) = min(k, experts), how
+    k, (scoring, biased) = min(8 if kind == "lane" else k, experts), how
     bias = (whole(experts, most=2) / 4) if biased else None
+    if biased and kind == "broken":
+        bias -= 2
+        bias[::3], bias[1::3] = torch.nan, -torch.inf  # chosen last
     logits = routed_logits(kind, experts, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "MANY_TOKENS", 1 if many else 2**30)
+        patch.setattr(routing, "MANY_TOKENS", 1 if many or kind == "lane" else 2**30)
         same("fused_topk", spaced(logits), bias, k, renormalize, scoring, 2.5)
         if experts % 4 == 0 and k <= experts // 2:
             same("grouped_topk", spaced(logits), bias, k, renormalize, scoring, 2.5, 4, 2)
@@ -310,7 +316,7 @@ def chosen(kind, experts, k, dtype, how, renormalize, many):
 
 def test_choices():
     factors = {
-        "kind": ("equal", "underflowing", "close", "behind", "steps", "near", "broken", "negative"),
+        "kind": ("equal", "underflowing", "close", "behind", "lane", "steps", "near", "broken", "negative"),
         "experts": (5, 60, 4096), "k": (1, 3, 8), "dtype": (BF16, torch.float16, F32),
         "how": tuple(product(("softmax", "sigmoid", "sqrtsoftplus"), (False, True))),
         "renormalize": (False, True), "many": (False, True),
