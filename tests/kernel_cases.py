@@ -7,6 +7,7 @@ meet, and `check_all` checks all of them and reports every row that is wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from plans import ids_of, planned, row_tile
 from sum_calls import with_nan
 from torch import Tensor
 
+from moe_ops import ops
 from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU, Device
 from moe_ops.dispatch.tile_plan import unpack_plan
 from moe_ops.dispatch.tiles import one_row_tile
+from moe_ops.ops import STAGES
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import Scheme, dequantize_rows, quantize_weight
@@ -225,9 +228,7 @@ def powers(like: Tensor, seed: int = 0) -> Tensor:
     return (2.0**exponents).to(like.dtype)
 
 
-def whole_weight(
-    scheme: Scheme, n: int, k: int, seed: int = 1, experts: int = EXPERTS
-) -> QTensor:
+def whole_weight(scheme: Scheme, n: int, k: int, seed: int = 1, experts: int = EXPERTS) -> QTensor:
     """A stored weight of integers ``(experts, n, k)`` with scales of `powers`."""
     q = quantize_weight(whole(experts, n, k, most=6, seed=seed).bfloat16(), scheme)
     scales = {
@@ -246,3 +247,26 @@ def whole_rows(scheme: Scheme, tokens: int, k: int) -> tuple[Tensor, Tensor, Ten
     q, scale = moe_quantize(x, given, None, None, None, 1, quant.key)
     scale = powers(scale, 5)
     return q, scale, dequantize_rows(q, scale, quant).double()
+
+
+def same(name: str, *arguments: Any, skipped: Tensor | None = None) -> Any:
+    """The kernel's result, which must be the reference's, bit by bit.
+
+    Rows of ``skipped`` slots are not written: they hold what fresh memory does, NaN.
+    """
+    stage = import_module(f"moe_ops.reference.{STAGES[name]}")
+    actual, expected = getattr(ops, name)(*arguments), getattr(stage, name)(*arguments)
+    pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (actual, expected)), strict=True)
+    for i, (a, b) in enumerate(pairs):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        a, b = (x.float() if x.itemsize == 1 and x.is_floating_point() else x for x in (a, b))
+        if skipped is not None and a.dim() == 2 and len(a) == len(skipped):
+            assert a[skipped].isnan().all()
+            a, b = a[~skipped], b[~skipped]
+        assert torch.equal(a, b), f"result {i} of {name}"
+    return actual
+
+
+def spaced(x: Tensor) -> Tensor:
+    """The same numbers in rows that lie apart."""
+    return torch.cat([x, x], 1)[:, : x.shape[1]]

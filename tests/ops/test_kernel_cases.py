@@ -144,7 +144,8 @@ def scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name)
     rows, scale, numbers = whole_rows(scheme, routed.tokens, k)
     bias = bias_of(has_bias, n, activation)
     data, w_scale = routed.of_experts(q.data), routed.of_experts(q.scale)
-    head, rest = (routed.rows(rows, gap), scale, laid_out(data, layout), w_scale), (q.global_scale, bias)
+    head = (routed.rows(rows, gap), scale, laid_out(data, layout), w_scale)
+    rest = (q.global_scale, bias)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
             *head, *rest, [*routed.tiles], *tail, config=tiles_of(32 if scheme.decoded else 16)
@@ -229,8 +230,9 @@ def slot(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name):
     bias, rest = bias_of(has_bias, n, activation), (q.scale, None)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
-            routed.rows(x, gap), None, laid_out(routed.of_experts(q.data), layout), *rest, bias, [*routed.tiles], *tail
-        )
+            routed.rows(x, gap), None, laid_out(routed.of_experts(q.data), layout), *rest, bias,
+            [*routed.tiles], *tail,
+        )  # fmt: skip
         given = moe_quantize(x, None, None, None, None, 1, scheme.activation.key)
         expected = scaled_reference.scaled_matmul(
             *given, q.data, *rest, bias, [*routed.sound], *tail
@@ -245,8 +247,8 @@ def test_slot(monkeypatch):
     monkeypatch.setattr(scaled_slot, "BYTES_AT_ONCE", 2)
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with launches of their own
     names = ("int8_channel", "fp8_channel")
-    rows = cases(routing=("few", "few_mapped"), n=(32, 20, 36), k=(128, 132, 260), dtype=DTYPES[::2], name=names)
-    check_all(rows, slot)
+    sizes = {"n": (32, 20, 36), "k": (128, 132, 260), "dtype": DTYPES[::2]}
+    check_all(cases(routing=("few", "few_mapped"), **sizes, name=names), slot)
 
 
 def dgrad(layout, routing, top_k, n, k, dtype, name):
@@ -255,11 +257,9 @@ def dgrad(layout, routing, top_k, n, k, dtype, name):
     dy = whole(routed.tokens, n).to(dtype)
     rest = (q.scale, q.zero_point, q.global_scale)
     with routed.row_tile():
-        call = (routed.rows(dy), laid_out(routed.of_experts(q.data), layout), *rest, [*routed.tiles], top_k, name)
-        out = ops.expert_dgrad(*call)
-        expected = dgrad_reference.expert_dgrad(
-            dy, q.data, *rest, [*routed.sound], top_k, name
-        )
+        w = laid_out(routed.of_experts(q.data), layout)
+        out = ops.expert_dgrad(routed.rows(dy), w, *rest, [*routed.tiles], top_k, name)
+        expected = dgrad_reference.expert_dgrad(dy, q.data, *rest, [*routed.sound], top_k, name)
     weight = dequantize_weight(q, scheme).mT
     exact = routed.exact(dy, weight, None, None, stored=dtype)
     compare(out, exact, expected, routed, "")

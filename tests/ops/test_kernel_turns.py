@@ -1,10 +1,9 @@
-"""Two turns of every loop and a remainder, in the kernels of rows, sorts, routers and exchanges.
+"""Two turns of every loop and a remainder, in the kernels of rows, of sorts and of gradients.
 
 Bit by bit what references make, in the interpreter: numbers are integers, so that sums are exact.
 """
 
 from importlib import import_module
-from itertools import product
 
 import pytest
 import torch
@@ -13,15 +12,13 @@ from conftest import INTERPRETED
 if not INTERPRETED:
     pytest.skip("runs kernels in the interpreter", allow_module_level=True)
 
-from kernel_cases import check_all, whole  # noqa: E402
+from kernel_cases import check_all, same, spaced, whole  # noqa: E402
 from pairwise import cover  # noqa: E402
 from plans import ids_of, planned, row_tile  # noqa: E402
 
 from moe_ops import ops  # noqa: E402
 from moe_ops.dispatch.tiles import SINGLE_LAUNCH_SLOTS  # noqa: E402
-from moe_ops.kernels import routing  # noqa: E402
 from moe_ops.kernels._sort.counting_sort import block_sizes  # noqa: E402
-from moe_ops.ops import STAGES  # noqa: E402
 from moe_ops.reference.slots import local_experts  # noqa: E402
 from moe_ops.scheme import parse_quant  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
@@ -32,35 +29,12 @@ MAP = torch.tensor([1, -1, 0, 2, 9], dtype=I32)
 """Local experts of five experts, of which one is elsewhere and one is no expert of three."""
 
 
-def same(name, *arguments, skipped=None):
-    """The kernel's result, which must be the reference's, bit by bit.
-
-    Rows of ``skipped`` slots are not written: they hold what fresh memory does, NaN.
-    """
-    stage = import_module(f"moe_ops.reference.{STAGES[name]}")
-    actual, expected = getattr(ops, name)(*arguments), getattr(stage, name)(*arguments)
-    pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (actual, expected)), strict=True)
-    for i, (a, b) in enumerate(pairs):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        a, b = (x.float() if x.itemsize == 1 and x.is_floating_point() else x for x in (a, b))
-        if skipped is not None and a.dim() == 2 and len(a) == len(skipped):
-            assert a[skipped].isnan().all()
-            a, b = a[~skipped], b[~skipped]
-        assert torch.equal(a, b), f"result {i} of {name}"
-    return actual
-
-
 def ids_with_holes(tokens, k, experts, seed=0):
     """int32 ids, some of which are negative or no expert."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts + 1, (tokens, k), generator=g, dtype=I32)
     ids[0], ids[-1, -1] = -(2**31), 2**31 - 1
     return ids
-
-
-def spaced(x):
-    """The same numbers in rows that lie apart."""
-    return torch.cat([x, x], 1)[:, : x.shape[1]]
 
 
 def activated(key, width, dtype):
@@ -222,7 +196,9 @@ def batched(width, quant, weighted, room, tokens, k):
 
 
 def test_batched_dispatch():
-    quants = ("", "fp8:1x*:float32", "int8:*x*:float32", "fp8:1x128:float32", "int8:*x*:float32:static")
+    quants = (
+        "", "fp8:1x*:float32", "int8:*x*:float32", "fp8:1x128:float32", "int8:*x*:float32:static",
+    )  # fmt: skip
     sizes = {"width": (1032, 24), "tokens": (300, 30), "k": (1, 4), "room": (3, 9)}
     check_all(cover({**sizes, "quant": quants, "weighted": (False, True)}, ()), batched)
 
@@ -262,70 +238,6 @@ def test_quantization():
     check_all(cover({**sizes, **factors}, ()), quantized)
 
 
-def routed_logits(kind, experts, dtype):
-    """Three tokens whose scores tie, underflow, nearly tie, or are no numbers.
-
-    Of ``underflowing`` logits, and of ``close`` ones whose scores are rounded to one number, some
-    are larger than others with a lower id: the lower id is chosen.
-    """
-    g = torch.Generator().manual_seed(experts)
-    logits, some = torch.randn(3, experts, generator=g), min(experts - 1, experts // 2 + 3)
-    if kind == "equal":
-        logits = torch.full_like(logits, 0.3)
-    elif kind == "underflowing":
-        logits = -150.0 - logits.abs() * 20
-        logits[1] = -200.0
-        logits[1, experts // 2 : some] = -140.0 - torch.arange(some - experts // 2)
-        logits[:, experts // 2 - 1] = 0.0
-    elif kind == "close":
-        logits = logits.abs() * -3 - 1
-        logits[:, :4] = 0.01 + torch.tensor([0.0, 2.0, 1.0, 3.0]) * 2.0**-30
-        return logits  # 16 bits do not hold them
-    elif kind == "lane":  # of a warp has all of the best
-        for first in (0, experts // 4):
-            logits[:, first : first + 4] += 9.0
-    elif kind == "behind":
-        logits = (0.25 - torch.arange(experts) * 2.0**-21).repeat(3, 1)
-        logits[:, 20:] = 0.0
-        logits[:, -1] = 0.25 + 2.0**-21
-    elif kind == "steps":
-        logits = (logits * 2).round() / 2
-    elif kind == "near":
-        logits = 0.25 + (logits * 64).round() * 2.0**-23
-    elif kind == "negative":
-        logits.view(I32)[:, 2:] = -1  # NaN with a sign: below any number
-    elif kind == "broken":
-        logits[0, ::3], logits[1, 1::4], logits[2] = torch.nan, torch.inf, -torch.inf
-        logits[2, experts - 1] = -3.0
-    return logits.to(dtype)
-
-
-def chosen(kind, experts, k, dtype, how, renormalize, many):
-    k, (scoring, biased) = min(8 if kind == "lane" else k, experts), how
-    bias = (whole(experts, most=2) / 4) if biased else None
-    if biased and kind == "broken":
-        bias -= 2
-        bias[::3], bias[1::3] = torch.nan, -torch.inf  # chosen last
-    logits = routed_logits(kind, experts, dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "MANY_TOKENS", 1 if many or kind == "lane" else 2**30)
-        same("fused_topk", spaced(logits), bias, k, renormalize, scoring, 2.5)
-        if experts % 4 == 0 and k <= experts // 2:
-            same("grouped_topk", spaced(logits), bias, k, renormalize, scoring, 2.5, 4, 2)
-
-
-def test_choices():
-    factors = {
-        "kind": ("equal", "underflowing", "close", "behind", "lane", "steps", "near", "broken", "negative"),
-        "experts": (5, 60, 4096), "k": (1, 3, 8), "dtype": (BF16, torch.float16, F32),
-        "how": tuple(product(("softmax", "sigmoid", "sqrtsoftplus"), (False, True))),
-        "renormalize": (False, True), "many": (False, True),
-    }  # fmt: skip
-    by_logits = ("underflowing", "close")  # where the order of logits is not that of scores
-    rules = [(("kind", "how"), lambda kind, how: kind not in by_logits or how[0] == "softmax")]
-    check_all(cover(factors, rules, 3), chosen)
-
-
 def mapped(tokens, k, dtype, counted):
     """More slots than a program maps."""
     ids = ids_with_holes(tokens, k, 6)
@@ -350,10 +262,8 @@ def adjusted(tokens, k, shared, scaled, padded):
 
 
 def test_what_follows_routing():
-    check_all(
-        cover({"tokens": (3, 200), "k": (1, 4), "dtype": (I32, torch.int64), "counted": (0, 1)}, ()),
-        mapped,
-    )
+    sizes = {"tokens": (3, 200), "k": (1, 4), "dtype": (I32, torch.int64)}
+    check_all(cover({**sizes, "counted": (False, True)}, ()), mapped)
     flags = {"scaled": (False, True), "padded": (False, True)}
     check_all(cover({"tokens": (3, 150), "k": (1, 4), "shared": (0, 2), **flags}, ()), adjusted)
     for width in (1030, 20):

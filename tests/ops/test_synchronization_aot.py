@@ -111,7 +111,8 @@ PINNED = {
     # Each warp group leaves one product under way, so that a stage is released once the next one's
     # product has begun, and waits for all of a tile's at its end.
     "packed dense": [
-        {"fence": 1, "products left": {0: 2, 1: 2}, "wait": 12, "arrive": 13, "expect": 2, "turn": 1}
+        {"fence": 1, "products left": {0: 2, 1: 2}, "wait": 12, "arrive": 13, "expect": 2,
+         "turn": 1}
     ] * 2,
     # A second fence: threads write the rows that WGMMA reads through the async proxy.
     "stream": [
@@ -153,7 +154,7 @@ PINNED = {
          "copies arrive": 2, "turn": 1},
     ],
     # A flag is released in each rank's window after what is written there, and acquired before that
-    # is read. In the Batched format ranks tell each other twice: ids (of 4 programs a thread) first.
+    # is read. In the Batched format ranks do so twice, first with ids, for all programs' flags.
     "exchange": [
         {"turn": 1, "let in": 1, "release": 8, "acquire": 1},
         {"turn": 1, "let in": 1, "release": 8, "acquire": 1},
