@@ -229,11 +229,12 @@ def quantized(width, rows, quant, source, dtype, holes):
 
 
 def test_quantization():
+    """Rows of 360 numbers are read in three parts, those of 4100 in two turns or many pieces."""
     quants = (
         "fp8:1x*:float32", "int8:1x*:float32", "int8:*x*:float32", "fp8:1x128:float32",
         "fp4:1x16:e8m0", "fp8:1x32:e8m0", "int8:*x*:float32:static", "fp8:1x*:float32:static",
     )  # fmt: skip
-    sizes = {"width": (16, 260, 1100, 4100), "rows": (2, 19), "dtype": (BF16, F32)}
+    sizes = {"width": (16, 260, 360, 4100), "rows": (2, 9), "dtype": (BF16, F32)}
     factors = {"quant": quants, "source": ("rows", "activated", "batched"), "holes": (False, True)}
     check_all(cover({**sizes, **factors}, ()), quantized)
 
