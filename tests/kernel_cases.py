@@ -156,8 +156,13 @@ class Routed:
         return len(self.ids)
 
     def rows(self, x: Tensor, gap: int = 0) -> Tensor:
-        """Rows of tokens, `gapped`; those that no slot reads are NaN."""
-        return gapped(poisoned(x, self.mine.view(len(x), -1).any(1)), gap)
+        """Rows of tokens, `gapped`; those that no slot reads are NaN.
+
+        Not with a plan that is spoilt, where a NaN could also be a product that is written.
+        """
+        if self.tiles is self.sound:
+            x = poisoned(x, self.mine.view(len(x), -1).any(1))
+        return gapped(x, gap)
 
     def of_experts(self, x: Tensor | None) -> Tensor | None:
         """What each expert has; NaN for experts that no slot has."""

@@ -14,14 +14,11 @@ if not INTERPRETED:
 
 from kernel_cases import check_all, same, spaced, whole  # noqa: E402
 from pairwise import cover  # noqa: E402
-from plans import row_tile  # noqa: E402
 
 from moe_ops.kernels import routing  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 F32 = torch.float32
-MAP = (torch.arange(60, dtype=torch.int32) * 7 + 3) % 60 - 20
-"""Local experts of 60: 30 of them, and others elsewhere or not there."""
 
 
 def underflowing(x):
@@ -102,10 +99,6 @@ def chosen(kind, experts, k, dtype, how, renormalize, many):
         same("fused_topk", spaced(logits), bias, k, renormalize, scoring, 2.5)
         if experts % 4 == 0 and k <= experts // 2:
             same("grouped_topk", spaced(logits), bias, k, renormalize, scoring, 2.5, 4, 2)
-    if experts == 60 and k > 1:  # with so few slots there would be no plan
-        layer = (None if many else MAP, 60 if many else 30, "unquantized", torch.bfloat16)
-        with row_tile(16):
-            same("topk_plan", spaced(logits), bias, k, renormalize, scoring, 2.5, *layer)
 
 
 def test_choices():

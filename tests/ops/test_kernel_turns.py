@@ -30,10 +30,11 @@ MAP = torch.tensor([1, -1, 0, 2, 9], dtype=I32)
 
 
 def ids_with_holes(tokens, k, experts, seed=0):
-    """int32 ids, some of which are negative or no expert."""
+    """int32 ids: of a token without experts, of one with an expert in its last slot, of others."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts + 1, (tokens, k), generator=g, dtype=I32)
-    ids[0], ids[-1, -1] = -(2**31), 2**31 - 1
+    ids[-1, -1] = 2**31 - 1
+    ids[0], ids[1, 0], ids[1, -1] = -(2**31), -1, 0
     return ids
 
 
@@ -234,7 +235,7 @@ def test_quantization():
         "fp8:1x*:float32", "int8:1x*:float32", "int8:*x*:float32", "fp8:1x128:float32",
         "fp4:1x16:e8m0", "fp8:1x32:e8m0", "int8:*x*:float32:static", "fp8:1x*:float32:static",
     )  # fmt: skip
-    sizes = {"width": (16, 260, 360, 4100), "rows": (2, 9), "dtype": (BF16, F32)}
+    sizes = {"width": (16, 260, 360, 4100), "rows": (3, 9), "dtype": (BF16, F32)}
     factors = {"quant": quants, "source": ("rows", "activated", "batched"), "holes": (False, True)}
     check_all(cover({**sizes, **factors}, ()), quantized)
 
