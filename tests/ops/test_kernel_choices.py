@@ -3,7 +3,7 @@
 Each way to choose experts meets every kind of logits, in the interpreter.
 """
 
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -106,7 +106,11 @@ def test_choices():
         "kind": tuple(KINDS), "experts": (5, 60, 4096), "k": (1, 3, 8),
         "dtype": (torch.bfloat16, torch.float16, F32),
         "how": tuple(product(("softmax", "sigmoid", "sqrtsoftplus"), (False, True))),
-        "renormalize": (False, True), "many": (False, True),
     }  # fmt: skip
     rules = [(("kind", "how"), lambda kind, how: kind not in BY_LOGITS or how[0] == "softmax")]
-    check_all(cover(factors, rules, 3), chosen)
+    flags = cycle(product((False, True), (False, True)))
+    rows = [
+        {**row, "renormalize": renormalize, "many": many}
+        for row, (renormalize, many) in zip(cover(factors, rules, 3), flags, strict=False)
+    ]
+    check_all(rows, chosen)
