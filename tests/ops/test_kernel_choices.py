@@ -103,7 +103,7 @@ def chosen(kind, experts, k, dtype, how, renormalize, many):
 
 def test_choices():
     factors = {
-        "kind": tuple(KINDS), "experts": (5, 60, 4096), "k": (1, 3, 8),
+        "kind": tuple(KINDS), "experts": (60, 4096), "k": (1, 3, 8),
         "dtype": (torch.bfloat16, torch.float16, F32),
         "how": tuple(product(("softmax", "sigmoid", "sqrtsoftplus"), (False, True))),
     }  # fmt: skip
