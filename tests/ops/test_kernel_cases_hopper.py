@@ -61,11 +61,11 @@ LAYOUTS = ("plain", "apart", "boxed")
 
 
 def counts_of(tile):
-    """Slots of experts: a whole tile and a few more, none, one more than a part of a tile holds.
+    """Slots of experts: a tile and a few more, none, and twice one more than a tile or part holds.
 
     Five tiles are two bands of two, and one of one.
     """
-    return tile + 6, 0, 65 if tile == 192 else tile // 2 + 1, tile + 1
+    return tile + 6, 0, tile + 1, 65 if tile == 192 else tile // 2 + 1
 
 
 def run(problem, config, operands, like, programs, facts=NO_GPU):
@@ -233,6 +233,8 @@ def test_dequantized_in_registers():
     few |= {"has_bias": (True,), "weighted": (True,), "dtype": (BF16,), "programs": (3,)}
     few |= {"name": ("int8_w8a16",), "tile": tiles, "n": (192,), "activation": ACTIVATIONS[1:]}
     check_all(cover(few, ()), dequantized)
+    few |= {"routing": ("few", "few_mapped"), "gap": (0, 8), "tile": (16,), "top_k": (1, 2)}
+    check_all(cover({**few, "activation": ACTIVATIONS}, ()), dequantized)
 
 
 class OneToken:
