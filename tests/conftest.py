@@ -125,6 +125,13 @@ def runs_here(item):
     return not needs_more and not any(mark.args[0] is True for mark in item.iter_markers("skipif"))
 
 
+def pytest_ignore_collect(collection_path):
+    """In the interpreter, import only the files that name the marker of its tests."""
+    if INTERPRETED and collection_path.match("test_*.py"):
+        return "mark.kernel" not in collection_path.read_text() or None
+    return None
+
+
 def leave_out(config, items, others):
     """Deselect ``others``: an item that is skipped takes pytest and its workers milliseconds."""
     config.hook.pytest_deselected(items=list(others))

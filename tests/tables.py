@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+OUTCOMES = (pytest.fail.Exception, pytest.skip.Exception)
+"""What a row may raise besides errors; a row that is skipped fails, for nobody would see it."""
 LONGEST = 60
 """Characters that a report shows of a value."""
 
@@ -49,7 +51,7 @@ def every_row(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Any]
             for row in table:
                 try:
                     test(**fixtures, **row)
-                except (Exception, pytest.fail.Exception) as error:
+                except (Exception, *OUTCOMES) as error:
                     where = ", ".join(f"{name} = {shown(value)}" for name, value in row.items())
                     failed.append(f"{where}: {type(error).__name__}: {error}")
             if failed:

@@ -117,6 +117,7 @@ def test_all_rows_of_a_table_that_fail_are_named():
     assert "number = 3, text = 'c': AssertionError" in report and "number = 1, text" in report
     assert [*inspect.signature(test).parameters] == ["device"]
     every_row("n", [1, 2])(lambda n: None)()
+    assert "2 of 2 rows failed" in failures(every_row("n", [1, 2])(lambda n: pytest.skip("no")))
     with pytest.raises(ValueError, match="rows of n must not be empty"):
         every_row("n", [])
 
