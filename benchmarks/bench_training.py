@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import conclude, one_of, one_or_more, parser, print_row
+from moe_ops.bench.command import (
+    conclude,
+    one_of,
+    one_or_more,
+    parser,
+    print_row,
+    progress,
+)
 from moe_ops.bench.harness import (
     KEY,
     Row,
@@ -323,6 +330,8 @@ def rows_of(case: Case, impl: str, modes: Sequence[str]) -> Iterator[TrainingRow
     modes = [mode for mode in modes if runs(impl, mode, case)]
     if not modes:
         return
+    what = f"{case.trained} of {case.problem.name} in {case.scheme}"
+    progress(f"{impl}, {what} with {len(case.inputs.x)} tokens")
     device, layer = case.inputs.x.device, IMPLS[impl](case)
     call = partial(step, layer, case.grad)
     call()  # compiles, and allocates what stays

@@ -5,7 +5,8 @@ import torch
 from plans import row_tile
 
 from moe_ops import fake_impls
-from moe_ops.kernels import align, expert_gemm, scaled_gemm
+from moe_ops.dispatch.device import Device
+from moe_ops.kernels import align, expert_gemm, scaled_gemm, weight_only_gemm
 from moe_ops.scheme import get_scheme
 from moe_ops.scheme.packed import groups_first
 from moe_ops.support import SUPPORT
@@ -71,6 +72,7 @@ def stored(empty, scheme, experts, n, k, dtype):
 
 
 EXPERTS, TOP_K = 64, 4
+H200 = Device(90, 232448, 132)
 HALF = (232448 - 1024) // 2
 """Shared memory of a program of which two fit a processor, in bytes."""
 
@@ -129,3 +131,20 @@ def packed(empty, scheme, n, k, dtype, experts=128):
     words = empty(experts, n, q.data.shape[2] * q.data.itemsize // 4, dtype=torch.int32)
     more = (None if t is None else empty(*groups_first(t.shape), dtype=t.dtype) for t in q[1:])
     return QTensor(words, *more)
+
+
+def launch_packed_layer(scheme, tile, activation, hidden, width, dtype=torch.bfloat16, experts=128):
+    """Both GEMMs of a layer with packed weights, with biases."""
+
+    def launch(empty):
+        slots = tile * experts // 2
+        ids = empty(slots, 1, dtype=torch.int32)
+        rows = width if activation.endswith("no_mul") else 2 * width
+        w1, w2 = (packed(empty, scheme, *s, dtype) for s in ((rows, hidden), (hidden, width)))
+        x, b1, b2 = empty(slots, hidden, dtype=dtype), empty(experts, rows), empty(experts, hidden)
+        with row_tile(tile, H200, portable_only=False):
+            tiles = given_plan(ids, experts, scheme, dtype)
+            h = weight_only_gemm.weight_only_matmul(x, *w1, b1, None, tiles, 1, scheme, activation)
+            weight_only_gemm.weight_only_matmul(h, *w2, b2, None, tiles, 1, scheme)
+
+    return launch

@@ -24,10 +24,12 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from moe_ops.kernels._hopper.weights import load_words
 from moe_ops.kernels._runtime import launch
 
 LOCAL = threading.local()
-"""The program that this thread runs: its number, and the number of programs."""
+"""The program that this thread runs: its number, and the number of programs; the threads of its
+partition; and what has failed in partitions of the program."""
 
 
 def load(pointer: Any, mask: Any = None, other: Any = 0, **how: Any) -> Value:
@@ -154,7 +156,7 @@ def specialize(partitions: Any, warps: Any, registers: Any) -> None:
     program, failures = LOCAL.program, []
 
     def run(function: Any, arguments: Any, threads: int) -> None:
-        LOCAL.program, LOCAL.threads = program, threads
+        LOCAL.program, LOCAL.threads, LOCAL.failures = program, threads, failures
         try:
             function(*arguments)
         except BaseException as failure:  # noqa: BLE001
@@ -198,6 +200,12 @@ def _assert(condition: Any, message: str = "") -> None:
     assert condition, message
 
 
+def _fma(x: Value, y: Any, z: Value) -> Value:
+    """float32 ``x * y + z``; float64 holds the product, and rounds the sum far below float32."""
+    a, b, c = (torch.as_tensor(plain(part)).double() for part in (x, y, z))
+    return Value((a * b + c).float())
+
+
 def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
     dtype = torch_dtype(dtype)
     return Value(torch.as_tensor(plain(value)).to(dtype).expand(tuple(shape)).clone())
@@ -219,6 +227,7 @@ LANGUAGE = SimpleNamespace(
     where=_where, minimum=_binary(torch.minimum), maximum=_binary(torch.maximum),
     static_assert=_assert, erf=_unary(torch.erf), math=SimpleNamespace(erf=_unary(torch.erf)),
     cdiv=lambda x, y: -(-x // y),
+    div_rn=_binary(torch.true_divide), fma=_fma,
     exp=_unary(torch.exp), abs=_unary(torch.abs), sigmoid=_unary(torch.sigmoid),
     max=lambda x, axis=0: Value(x.data.max(axis).values if x.data.dim() else x.data),
     sum=lambda x, axis: Value(x.data.sum(axis)),
@@ -239,7 +248,7 @@ LANGUAGE = SimpleNamespace(
 MBARRIER = SimpleNamespace(
     MBarrierLayout=lambda: Barriers(0),
     init=lambda slot, count: as_slot(slot).put(Barrier(count)),
-    wait=lambda slot, phase: as_slot(slot).barrier.wait(int(phase) & 1),
+    wait=lambda slot, phase: as_slot(slot).barrier.wait(int(phase) & 1, LOCAL.failures),
     arrive=lambda slot, count=1: as_slot(slot).barrier.update(count, 0),
     expect=expect,
 )
@@ -258,6 +267,7 @@ MEANINGS: dict[str, Any] = {
     "mma_v2": product_of_warps, "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
     "warpgroup_mma_init": lambda x: x, "fence_async_shared": lambda: None,
     "take_turn": lambda LONG=False, ROOM=False: None, "gdc_wait": lambda: None,
+    "gdc_launch_dependents": lambda: None,
     "wait_for_group": lambda: None,
 }  # fmt: skip
 """What names mean in a kernel's functions, besides their own functions and constants."""
@@ -286,7 +296,9 @@ def _function(value: Any, raw: FunctionType, known: dict[int, Any]) -> Any:
     known[id(value)] = copy
     names["__builtins__"] = raw.__globals__["__builtins__"]
     for name in _names(raw.__code__):
-        if name in MEANINGS:
+        if raw.__globals__.get(name) is load_words:
+            names[name] = load_rows
+        elif name in MEANINGS:
             names[name] = MEANINGS[name]
         elif name == "tl":
             names[name] = LANGUAGE

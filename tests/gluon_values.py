@@ -6,13 +6,16 @@ See `gluon_interpreter`.
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-PATIENCE_S = 20
-"""A barrier that is waited for longer than this never completes."""
+PATIENCE_S, POLL_S = 20, 0.1
+"""A barrier that is waited for longer than PATIENCE_S never completes; POLL_S is how often a
+waiting partition looks whether another one has failed."""
 DTYPES = {
     "int1": torch.bool, "int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16,
     "uint16": torch.uint16, "int32": torch.int32, "uint32": torch.int64, "int64": torch.int64,
@@ -146,6 +149,11 @@ class Shared:
         return self.data.dtype
 
     @property
+    def layout(self) -> None:
+        """Layouts mean nothing here."""
+        return None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
 
@@ -189,10 +197,13 @@ class Barrier(Shared):
                 self.finished, self.arrivals = self.finished + 1, self.count
                 self.changed.notify_all()
 
-    def wait(self, parity: int) -> None:
+    def wait(self, parity: int, failures: Sequence[BaseException] = ()) -> None:
+        """Wait for the end of a phase, in vain once another partition has failed."""
+        last = time.monotonic() + PATIENCE_S
         with self.changed:
-            done = self.changed.wait_for(lambda: self.finished % 2 != parity, PATIENCE_S)
-        assert done, "a barrier that completes"
+            while not self.changed.wait_for(lambda: self.finished % 2 != parity, POLL_S):
+                assert not failures, "another partition failed"
+                assert time.monotonic() < last, "a barrier that completes"
 
 
 class Barriers:

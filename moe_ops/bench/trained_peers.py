@@ -78,10 +78,12 @@ def hf_adapted(
 
 
 LIGER, SONIC = "liger", "sonicmoe"
-SONIC_TILES = ((128, 192, True), (128, 256, False), (256, 128, False), (256, 192, False))
+SONIC_TILES = (
+    (128, 128, True), (128, 192, True), (128, 256, False), (256, 128, False), (256, 192, False),
+)  # fmt: skip
 """Tiles ``(M, N, pingpong)`` among which SonicMoE's tuner chooses here, in clusters of two along M.
-Its own list for sm_90 has 22 tiles and clusters for each of six products, and takes minutes to
-compile."""
+Its own list for sm_90 has 9 to 22 tiles and clusters for each of six products, and takes minutes
+to compile."""
 
 
 def liger(experts: Experts, inputs: Inputs) -> Differentiable:

@@ -31,6 +31,7 @@ from moe_ops.integrations import _kept, _llama4, _longcat, _mxfp4, _peft, _quant
 from moe_ops.integrations._forwards import moe_ops_experts, moe_ops_fp8_experts
 from moe_ops.integrations._layers import NAME
 from moe_ops.integrations._reach import Unreached, unreached
+from moe_ops.integrations._replay import record_routing, replay_routing
 from moe_ops.integrations._saving import from_pretrained
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "from_pretrained",
     "moe_ops_experts",
     "moe_ops_fp8_experts",
+    "record_routing",
+    "replay_routing",
 ]
 
 _BLOCKS: tuple[Any, ...] = (_llama4, _longcat, _mxfp4)

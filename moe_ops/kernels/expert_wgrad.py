@@ -37,7 +37,8 @@ from moe_ops.tensors import AnyTiles
 def rows_of_expert(tiles, expert, num_slots, num_ids, num_entries, TILE: tl.constexpr):
     """Begin and end of an expert's rows in the plan, or of all slots if no plan is read.
 
-    The experts of a plan's tiles are ascending.
+    The experts of a plan's tiles are ascending. A loop must not begin at ``begin``: from Triton 3.7
+    on, loads of a loop whose first index comes from a sum are neither wide nor pipelined.
     """
     begin, end = 0, num_slots
     if num_ids is None:
@@ -56,23 +57,27 @@ def rows_of_expert(tiles, expert, num_slots, num_ids, num_entries, TILE: tl.cons
 
 @triton.jit
 def load_slots_of(
-    tiles, expert_map, start, end, expert, num_slots, num_ids, num_experts, BLOCK_M: tl.constexpr
-):
+    tiles, expert_map, start, end, expert, num_slots, num_ids, num_experts,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """The slots of rows from ``start`` on (0, a safe address, for others), and which are real."""
     row = start + tl.arange(0, BLOCK_M)
     if num_ids is None:
-        slot = tl.load(tiles + HEADER + row, mask=row < end, other=-1)
+        if TILE % BLOCK_M == 0:  # an expert's tiles are whole steps
+            slot = tl.load(tiles + HEADER + row)
+        else:
+            slot = tl.load(tiles + HEADER + row, mask=row < end, other=-1)
         real = slot.to(tl.uint32) < num_slots.to(tl.uint32)
     else:
         found = local_experts(tiles, expert_map, row, row < end, num_ids, num_experts)
         slot, real = row, found == expert
-    return tl.where(real, slot, 0).to(tl.int64), real
+    return tl.where(real, slot, 0).to(tl.uint32), real
 
 
 @triton.jit
 def load_grad_rows(dy, topk_weights, slot, real, n, inside, N: tl.constexpr, TOP_K: tl.constexpr):
     """Columns of the rows of slots, in float32 times router weights if there are any."""
-    at = dy + (slot // TOP_K)[:, None] * N + n[None, :]
+    at = dy + (slot // TOP_K).to(tl.int64)[:, None] * N + n[None, :]
     d = tl.load(at, mask=real[:, None] & inside[None, :], other=0.0)
     if topk_weights is not None:
         weight = tl.load(topk_weights + slot, mask=real, other=0.0).to(tl.float32)
@@ -96,12 +101,14 @@ def _expert_wgrad_kernel(
     k, k_inside = columns_of(tile % COLUMNS, K, BLOCK_K)
     begin, end = rows_of_expert(tiles, expert, num_slots, num_ids, num_entries, TILE)
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for start in range(begin, end, BLOCK_M):
+    start = begin  # no bound of the loop: `rows_of_expert`
+    for _ in range(0, end - begin, BLOCK_M):
         slot, real = load_slots_of(
-            tiles, expert_map, start, end, expert, num_slots, num_ids, num_experts, BLOCK_M
+            tiles, expert_map, start, end, expert, num_slots, num_ids, num_experts, TILE, BLOCK_M
         )
-        d = load_grad_rows(dy, topk_weights, slot, real, n, n_inside, N, DY_TOP_K)
+        start += BLOCK_M
         r = load_grad_rows(x, None, slot, real, k, k_inside, K, X_TOP_K)
+        d = load_grad_rows(dy, topk_weights, slot, real, n, n_inside, N, DY_TOP_K)
         acc = add_dot(acc, tl.trans(d.to(r.dtype)), r)
     at = out + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
     mask = n_inside[:, None] & k_inside[None, :]
@@ -194,10 +201,12 @@ def _expert_bias_grad_kernel(
     n, inside = columns_of(tl.program_id(1), N, BLOCK_N)
     begin, end = rows_of_expert(tiles, expert, num_slots, num_ids, num_entries, TILE)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(begin, end, BLOCK_M):
+    start = begin  # no bound of the loop: `rows_of_expert`
+    for _ in range(0, end - begin, BLOCK_M):
         slot, real = load_slots_of(
-            tiles, expert_map, start, end, expert, num_slots, num_ids, num_experts, BLOCK_M
+            tiles, expert_map, start, end, expert, num_slots, num_ids, num_experts, TILE, BLOCK_M
         )
+        start += BLOCK_M
         d = load_grad_rows(dy, topk_weights, slot, real, n, inside, N, TOP_K)
         total += d.to(tl.float32)
     tl.store(out + expert.to(tl.int64) * N + n, tl.sum(total, 0), mask=inside)

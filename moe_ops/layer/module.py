@@ -164,6 +164,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         input_ids: Tensor | None = None,
         num_unpadded_tokens: Tensor | None = None,
         lora: ExpertLora | None = None,
+        topk_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Route the tokens and run their experts. There may be several leading axes.
 
@@ -185,6 +186,11 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
                 ``lora_ids`` are ``(T,)``, or have the axes of ``hidden_states`` but the last. With
                 several ranks the factors are those of this rank's weights, and gradients of
                 what all ranks have are added as the result is (``reduce_results``, or an exchange).
+            topk_ids: ``(T, k)`` int32 or int64 (or the axes of ``hidden_states`` but the last, and
+                k), the experts to use instead of the router's choice, such as `set_capture_fn`
+                reports them: routing replay. Their weights are those that the router gives to these
+                experts, with gradients to the logits; -1 and other ids that are no expert skip
+                their slot. A captured graph reads the tensor in every replay.
 
         Returns:
             ``(T, H)``. With shared experts (the layer's or its kernel's) a pair
@@ -197,7 +203,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
                 different shared experts in the layer and in its kernel. In the first eager call, on
                 all ranks: layers that differ between ranks, or a ``tp_group`` of other ranks.
             NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
-                exchanges no tokens; ``lora`` with ``enable_eplb``, weights in act-order, experts
+                exchanges no tokens; ``topk_ids`` with a ``custom_routing_function`` that has no
+                such parameter; ``lora`` with ``enable_eplb``, weights in act-order, experts
                 that ranks both share out and cut, or a kernel without `takes_lora` parts.
         """
         check_tokens(hidden_states, router_logits)
@@ -205,9 +212,9 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         if len(shape) != 2:
             tokens = hidden_states.reshape(-1, shape[-1])
             logits = router_logits.reshape(-1, router_logits.shape[-1])
-        if not (is_padding is None and input_ids is None and num_unpadded_tokens is None):
-            rows = (is_padding, input_ids, num_unpadded_tokens)
-            is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
+        rows = (is_padding, input_ids, num_unpadded_tokens, topk_ids)
+        if not (rows[0] is None and rows[1] is None and rows[2] is None and rows[3] is None):
+            is_padding, input_ids, topk_ids = token_arguments(hidden_states, tokens, *rows)
         if self.is_spread:
             self._check_ranks(tokens)
         if lora is not None:
@@ -227,6 +234,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             is_padding=is_padding,
             input_ids=input_ids,
             lora=lora,
+            topk_ids=topk_ids,
         )
         shared: Any = None
         if in_kernel:
@@ -257,6 +265,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
         lora: ExpertLora | None = None,
+        topk_ids: Tensor | None = None,
     ) -> Any:
         """Compute this rank's part of the result, ``(T, H)``; tokens are padded to the layer's H.
 
@@ -264,7 +273,11 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         ``(shared, routed)``. The other arguments are those of `forward`, with flat tokens.
         """
         routed = self.route(
-            hidden_states, router_logits, is_padding=is_padding, input_ids=input_ids
+            hidden_states,
+            router_logits,
+            is_padding=is_padding,
+            input_ids=input_ids,
+            topk_ids=topk_ids,
         )
         return self._run_experts(hidden_states, routed, shared_experts_input, lora)
 
@@ -278,6 +291,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
         lora: ExpertLora | None = None,
+        topk_ids: Tensor | None = None,
     ) -> Any:
         """Run `forward_impl` with at most ``chunk_size`` tokens in the experts at a time.
 
@@ -290,12 +304,17 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             is_padding: see `forward_impl`.
             input_ids: see `forward_impl`.
             lora: see `forward_impl`.
+            topk_ids: see `forward_impl`.
         """
         size, num_tokens = self.chunk_size, full_hidden_states.shape[0]
         if size is None:
             raise ValueError("chunk_size must be given to run chunks, got None")
         routed = self.route(
-            full_hidden_states, full_router_logits, is_padding=is_padding, input_ids=input_ids
+            full_hidden_states,
+            full_router_logits,
+            is_padding=is_padding,
+            input_ids=input_ids,
+            topk_ids=topk_ids,
         )
         parts, shared, given = [], None, shared_experts_input
         for i in range(max(1, cdiv(max_tokens_across_ranks or num_tokens, size))):

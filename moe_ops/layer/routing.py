@@ -28,8 +28,9 @@ def token_arguments(
     is_padding: Tensor | None,
     input_ids: Tensor | None,
     num_unpadded_tokens: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Flatten ``is_padding`` (a mask, a number of tokens, or both) and ``input_ids`` to ``(T,)``.
+    topk_ids: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Flatten ``is_padding`` (a mask, a number of tokens, or both), ``input_ids``, ``topk_ids``.
 
     Args:
         hidden_states: ``(.., H)``.
@@ -37,6 +38,10 @@ def token_arguments(
         is_padding: see `FusedMoE.forward`.
         input_ids: see `FusedMoE.forward`.
         num_unpadded_tokens: see `FusedMoE.forward`.
+        topk_ids: see `FusedMoE.forward`.
+
+    Returns:
+        Of padding and words ``(T,)``, of experts ``(T, k)``; None for what was not given.
 
     Raises:
         TypeError: a wrong dtype.
@@ -53,7 +58,9 @@ def token_arguments(
         token = torch.arange(tokens.shape[0], device=tokens.device)
         behind = token >= num_unpadded_tokens.reshape(())
         is_padding = behind if is_padding is None else is_padding | behind
-    return is_padding, input_ids
+    if topk_ids is not None:
+        topk_ids = flat_ids(topk_ids, hidden_states)
+    return is_padding, input_ids, topk_ids
 
 
 def flat_tokens(
@@ -71,6 +78,19 @@ def flat_tokens(
     x = x.reshape(-1)
     checks.same_tokens(name, x, "hidden_states", tokens)
     return x
+
+
+def flat_ids(topk_ids: Tensor, hidden_states: Tensor) -> Tensor:
+    """Return experts as ``(T, k)``; they may have all axes of ``hidden_states`` but the last."""
+    checks.tensor("topk_ids", topk_ids, None, checks.INDICES)
+    checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
+    axes, shape = hidden_states.shape[:-1], topk_ids.shape
+    if len(shape) != 2 and (len(shape) != len(axes) + 1 or _differ(shape[:-1], axes)):
+        raise ValueError(
+            "topk_ids must be (T, k) or have the axes of hidden_states but the last and k, "
+            f"{(*axes, 'k')}, got shape {tuple(shape)}"
+        )
+    return topk_ids.reshape(-1, shape[-1])
 
 
 def _differ(shape: torch.Size, other: torch.Size) -> bool:
@@ -233,10 +253,12 @@ class RoutesTokens(ExpertLayer):
         *,
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
+        topk_ids: Tensor | None = None,
     ) -> SelectedExperts:
         """Route ``(T, H)`` tokens by ``(T, E)`` logits: weights and ids, each ``(T, k)``.
 
-        The ids have the dtype that the layer's kernel asks for; see `select_experts`.
+        Given ``topk_ids (T, k)`` are weighted, and nothing is chosen. The ids have the dtype that
+        the layer's kernel asks for; see `select_experts`.
         """
         if self.routing["custom_routing_function"] is None:
             experts = router_logits.shape[-1]
@@ -246,7 +268,7 @@ class RoutesTokens(ExpertLayer):
         kernel = self.kernel
         indices_type = None if kernel is None else kernel.prepare_finalize.topk_indices_dtype()
         captures = self.capture_fn is not None or self.capture_buffer is not None
-        if self.routes_plainly and is_padding is None and input_ids is None:
+        if self.routes_plainly and is_padding is None and input_ids is None and topk_ids is None:
             # The result of `select_experts`, without the cost of checking its options.
             weights, ids = fused_topk(
                 hidden_states,
@@ -276,6 +298,7 @@ class RoutesTokens(ExpertLayer):
             is_padding=is_padding,
             capture_fn=self._capture if captures else None,
             shared_expert_gate=self.shared_expert_gate_weight if self.shared_expert_gate else None,
+            topk_ids=topk_ids,
             **self.routing,
             **({} if state is None else self._balancing(state)),
         )

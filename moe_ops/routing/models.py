@@ -9,16 +9,38 @@ from moe_ops import ops
 from moe_ops.routing.adjust import adjust_routing
 from moe_ops.routing.arguments import check_logits
 from moe_ops.routing.backward import differentiable_sparsemixer
+from moe_ops.routing.replay import given_topk
 from moe_ops.routing.topk import fused_topk
 
 
+def _topk(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    topk_ids: Tensor | None,
+    scoring_func: str = "softmax",
+) -> tuple[Tensor, Tensor]:
+    """`fused_topk`, or the weights of given experts."""
+    if topk_ids is None:
+        return fused_topk(
+            hidden_states, gating_output, topk, renormalize, scoring_func=scoring_func
+        )
+    return given_topk(hidden_states, gating_output, topk_ids, renormalize, scoring_func)
+
+
 def topk_softmax(
-    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    topk_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax of the ``topk`` largest logits: Mixtral, gpt-oss.
 
     Equal to, and computed as, the renormalized top-k of a softmax over all experts; ``renormalize``
-    has no effect. Arguments, results and errors as `fused_topk`.
+    has no effect. Given ``topk_ids (T, k)`` replace the choice, as in `select_experts`. Other
+    arguments, results and errors as `fused_topk`.
 
     Returns:
         As `fused_topk`.
@@ -26,16 +48,21 @@ def topk_softmax(
     Source:
         ``RoutingMethodType.Renormalize``; transformers ``GptOssTopKRouter``.
     """
-    return fused_topk(hidden_states, gating_output, topk, renormalize=True)
+    return _topk(hidden_states, gating_output, topk, True, topk_ids)
 
 
 def llama4_routing(
-    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    topk_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sigmoid of the largest logits: Llama 4, with k = 1 and ``renormalize`` False.
 
-    The layer applies these weights to its input (``apply_router_weight_on_input``). Arguments,
-    results and errors as `fused_topk`.
+    The layer applies these weights to its input (``apply_router_weight_on_input``). Given
+    ``topk_ids (T, k)`` replace the choice, as in `select_experts`. Other arguments, results and
+    errors as `fused_topk`.
 
     Returns:
         As `fused_topk`.
@@ -45,7 +72,7 @@ def llama4_routing(
         ``Llama4Router``. These choose by logits. Here experts whose scores are equal in float32
         (for logits above 17 the score is 1) are chosen by lowest index.
     """
-    return fused_topk(hidden_states, gating_output, topk, renormalize, scoring_func="sigmoid")
+    return _topk(hidden_states, gating_output, topk, renormalize, topk_ids, "sigmoid")
 
 
 def gemma4_routing(
@@ -54,6 +81,7 @@ def gemma4_routing(
     topk: int,
     renormalize: bool,
     per_expert_scale: Tensor,
+    topk_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Renormalized top-k of a softmax, times a scale per expert: Gemma 4.
 
@@ -63,6 +91,7 @@ def gemma4_routing(
         topk: see `fused_topk`.
         renormalize: see `fused_topk`; True in the model.
         per_expert_scale: ``(E,)``; bind it with `functools.partial`.
+        topk_ids: ``(T, k)`` experts instead of the choice, as in `select_experts`.
 
     Returns:
         ``topk_weights (T, k)`` float32 and ``topk_ids (T, k)`` int32.
@@ -73,7 +102,7 @@ def gemma4_routing(
     Source:
         transformers ``Gemma4TextRouter``; vLLM ``gemma4`` routing function.
     """
-    weights, ids = fused_topk(hidden_states, gating_output, topk, renormalize)
+    weights, ids = _topk(hidden_states, gating_output, topk, renormalize, topk_ids)
     num_experts = gating_output.shape[1]
     return adjust_routing(weights, ids, num_experts, per_expert_scale=per_expert_scale)
 

@@ -12,12 +12,14 @@ from moe_ops import checks
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
 from moe_ops.routing.adjust import adjust_routing, check_padding, zero_experts
 from moe_ops.routing.arguments import check_indices_type
+from moe_ops.routing.replay import check_replays, check_topk_ids, given_topk
 from moe_ops.routing.shared_gate import check_gate, gate_shared_experts
 from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
 from moe_ops.tensors import narrowed
 
-CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
-"""``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``."""
+CustomRouting = Callable[..., tuple[Tensor, Tensor]]
+"""``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``. A function
+with a parameter ``topk_ids`` can weight given experts."""
 CaptureFn = Callable[[Tensor], object]
 """``f(topk_ids)``, called with the chosen ids."""
 
@@ -79,12 +81,14 @@ def select_experts(
     seed: int = 0,
     step: Tensor | None = None,
     shared_expert_gate: Tensor | None = None,
+    topk_ids: Tensor | None = None,
 ) -> SelectedExperts:
     """Route with the method that the arguments select, then adjust the routing.
 
     The method is `grouped_topk` with ``use_grouped_topk``, else ``custom_routing_function``, else
-    `hash_topk` with ``hash_indices_table``, else `fused_topk`. With every method the weights are
-    multiplied once by ``routed_scaling_factor``. Then, in this order: every slot of a padding token
+    `hash_topk` with ``hash_indices_table``, else `fused_topk`. Given ``topk_ids`` replace the
+    choice of every method. With every method the weights are multiplied once by
+    ``routed_scaling_factor``. Then, in this order: every slot of a padding token
     is skipped; ``capture_fn`` is called; `zero_experts`; `eplb_map_to_physical_and_record`; shared
     experts are appended to every token's experts with weight 1, or that of their gate.
 
@@ -97,7 +101,8 @@ def select_experts(
         topk_group: see `grouped_topk`.
         num_expert_group: see `grouped_topk`.
         custom_routing_function: ``f(hidden_states, router_logits, top_k, renormalize) ->
-            (weights, ids)``, each ``(T, k)``.
+            (weights, ids)``, each ``(T, k)``. Given ids are passed on as ``topk_ids=``, and the
+            function returns them with their weights.
         scoring_func: see `fused_topk`.
         routed_scaling_factor: see above.
         e_score_correction_bias: see `fused_topk`.
@@ -124,6 +129,11 @@ def select_experts(
         step: see `eplb_map_to_physical_and_record`.
         shared_expert_gate: ``(1, H)``: the shared experts of token t have the weight
             ``sigmoid(<hidden_states[t], gate>)``, computed in float32; None: 1.
+        topk_ids: ``(T, k)`` int32 or int64, the experts of each token, such as ``capture_fn`` was
+            called with (routing replay). Their weights are those that the method gives to these
+            experts, with gradients to the logits; bias, groups and table, which only choose, are
+            not used, and ``input_ids`` may be left out. The slot of an id that is no expert (-1,
+            or out of range) is skipped.
 
     Returns:
         A `SelectedExperts`. k grows by ``num_fused_shared_experts``.
@@ -133,7 +143,8 @@ def select_experts(
         ValueError: as the routers; missing tensors for EPLB; a ``zero_expert_num`` that does not
             fit the logits, or an unknown ``zero_expert_type``.
         NotImplementedError: shared experts together with EPLB, which has no replicas of shared
-            experts; and as the routers.
+            experts; ``topk_ids`` with a ``custom_routing_function`` that has no such parameter; and
+            as the routers.
 
     Source:
         vLLM ``FusedMoE.select_experts`` and the routers of 0.33; only some of vLLM's routers apply
@@ -141,8 +152,7 @@ def select_experts(
     """
     shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
     checks.flags(renormalize=renormalize, use_grouped_topk=use_grouped_topk)
-    check_indices_type(indices_type)
-    _check_sizes(hidden_states, router_logits, top_k, identity, shared)
+    _check_sizes(hidden_states, router_logits, top_k, identity, shared, indices_type)
     _check_shared_experts(shared, enable_eplb, shared_expert_gate, hidden_states)
     tokens = _no_padding(custom_routing_function, is_padding, hidden_states, router_logits)
     weights, ids = _choose(
@@ -151,6 +161,7 @@ def select_experts(
         custom_routing_function,
         (hash_indices_table, input_ids),
         (scoring_func, routed_scaling_factor, e_score_correction_bias),
+        topk_ids,
     )
     num_experts = router_logits.shape[1] - identity
     if is_padding is not None:
@@ -163,9 +174,8 @@ def select_experts(
     if enable_eplb:
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
         ids = _physical(ids, *state, indices_type, record_enabled, seed, step)
-    if shared:
-        more = (num_experts, shared, is_padding, shared_expert_gate)
-        weights, ids = _with_shared_experts(hidden_states, weights, ids, *more)
+    more = (num_experts, shared, is_padding, shared_expert_gate)
+    weights, ids = _with_shared_experts(hidden_states, weights, ids, *more)
     return SelectedExperts(weights, narrowed(ids, indices_type or torch.int32), result)
 
 
@@ -175,8 +185,10 @@ def _check_sizes(
     top_k: int,
     identity: int,
     shared: int,
+    indices_type: torch.dtype | None,
 ) -> None:
-    """Check that tokens and logits agree, and the numbers of identity and shared experts."""
+    """Check that tokens and logits agree, numbers of identity and shared experts, and the dtype."""
+    check_indices_type(indices_type)
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     checks.tensor("hidden_states", hidden_states, 2, None)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
@@ -208,11 +220,15 @@ def _choose(
     custom_routing_function: CustomRouting | None,
     hashed: tuple[Tensor | None, Tensor | None],
     how: tuple[str, float, Tensor | None],
+    topk_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids from the method that the arguments select."""
     (table, input_ids), (scoring_func, factor, bias) = hashed, how
     if input_ids is not None and table is None:
         raise ValueError("input_ids must be None without hash_indices_table, got a Tensor")
+    if topk_ids is not None:
+        function = None if groups is not None else custom_routing_function
+        return _weigh(topk_ids, logits, function, scoring_func, factor)
     if groups is not None:
         return grouped_topk(*logits, *groups, scoring_func, factor, bias)
     if custom_routing_function is not None:
@@ -222,6 +238,23 @@ def _choose(
     return fused_topk(*logits, None, scoring_func, bias, factor)
 
 
+def _weigh(
+    topk_ids: Tensor,
+    logits: tuple[Tensor, Tensor, int, bool],
+    function: CustomRouting | None,
+    scoring_func: str,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights of given ids from the method that the arguments select."""
+    hidden_states, router_logits, top_k, renormalize = logits
+    check_topk_ids(topk_ids, hidden_states, top_k)
+    if function is None:
+        how = (renormalize, scoring_func, factor)
+        return given_topk(hidden_states, router_logits, topk_ids, *how)
+    check_replays(function)
+    return _custom(function, *logits, factor, topk_ids=topk_ids)
+
+
 def _custom(
     function: CustomRouting,
     hidden_states: Tensor,
@@ -229,13 +262,14 @@ def _custom(
     top_k: int,
     renormalize: bool,
     routed_scaling_factor: float,
+    **given: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The checked result of the caller's function, with weights in float32 and scaled."""
     if not callable(function):
         name = type(function).__name__
         raise TypeError(f"custom_routing_function must be callable, got {name}")
     checks.number("routed_scaling_factor", routed_scaling_factor)
-    weights, ids = function(hidden_states, router_logits, top_k, renormalize)
+    weights, ids = function(hidden_states, router_logits, top_k, renormalize, **given)
     checks.topk_pair(weights, ids)
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
     checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)
@@ -300,6 +334,8 @@ def _with_shared_experts(
     gate: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Append the shared experts to every token's experts, with weight 1 or that of the gate."""
+    if count == 0:
+        return weights, ids
     weights, ids = adjust_routing(
         weights, ids, num_experts, num_shared_experts=count, is_padding=is_padding
     )

@@ -52,7 +52,11 @@ def test_the_record(capsys, tmp_path):
         assert row["rel_err"] == max(row["config"]["errors"].values()) < bench.MAX_REL_ERR
         names = {"out", *bench.TRAINED[row["trained"]]}
         assert row["config"]["errors"].keys() == names
-    assert "tflop_per_s" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "tflop_per_s" in said.out
+    steps = [line for line in said.err.splitlines() if line.startswith("moe-ops: ")]
+    assert len(steps) == len(rows), "what takes no row is not announced"
+    assert steps[0] == "moe-ops: moe_ops, all of tiny in bf16 with 3 tokens"
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "mxfp4_w4a16"])

@@ -211,13 +211,15 @@ def check_turn(kernel):
 def check_rows_turn(kernel):
     """One wait before memory is touched; both warps that copy let the next one in.
 
-    At one of two places: a few weights before the end, or where there is nothing to copy.
+    At one of two places: a few weights before the end, or where there is nothing to copy. The
+    second place is the same code in both warps: Triton writes it twice, but 3.8 only once.
     """
     lines = kernel.asm["ptx"].splitlines()
     (wait,) = (n for n, line in enumerate(lines) if "griddepcontrol.wait" in line)
     memory = [n for n, line in enumerate(lines) if GLOBAL.search(line)]
     assert memory and wait < memory[0] and "@" not in lines[wait]
-    assert kernel.asm["ptx"].count("griddepcontrol.launch_dep") == 4
+    places = 3 if aot.triton.__version__.startswith("3.8.") else 4
+    assert kernel.asm["ptx"].count("griddepcontrol.launch_dep") == places
     assert kernel.metadata.launch_pdl
 
 

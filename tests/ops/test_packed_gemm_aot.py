@@ -13,13 +13,12 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import given_plan, packed  # noqa: E402
+from aot_launches import H200, given_plan, launch_packed_layer, packed  # noqa: E402
 from packed_weights import PACKABLE, UNDER_FP8  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 from token_layers import promised  # noqa: E402
 
-from moe_ops.dispatch.device import Device  # noqa: E402
 from moe_ops.dispatch.hopper_decode import FEW_CTAS, JOB_REGISTERS  # noqa: E402
 from moe_ops.kernels import gemm_sum, scaled_gemm, weight_only_gemm  # noqa: E402
 from moe_ops.kernels._hopper.decode_jobs_gemm import JobConstants  # noqa: E402
@@ -27,25 +26,7 @@ from moe_ops.kernels._runtime import launch as launching  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
-H200 = Device(90, 232448, 132)
 EXPERTS = 128
-
-
-def launch_layer(scheme, tile, activation, hidden, width, dtype=torch.bfloat16):
-    """Both GEMMs of a layer, with biases."""
-
-    def launch(empty):
-        slots = tile * EXPERTS // 2
-        ids = empty(slots, 1, dtype=torch.int32)
-        rows = width if activation.endswith("no_mul") else 2 * width
-        w1, w2 = (packed(empty, scheme, *s, dtype) for s in ((rows, hidden), (hidden, width)))
-        x, b1, b2 = empty(slots, hidden, dtype=dtype), empty(EXPERTS, rows), empty(EXPERTS, hidden)
-        with row_tile(tile, H200, portable_only=False):
-            tiles = given_plan(ids, EXPERTS, scheme, dtype)
-            h = weight_only_gemm.weight_only_matmul(x, *w1, b1, None, tiles, 1, scheme, activation)
-            weight_only_gemm.weight_only_matmul(h, *w2, b2, None, tiles, 1, scheme)
-
-    return launch
 
 
 def launch_under_fp8(scheme, tile, activation, hidden, width, dtype=torch.bfloat16, stored=True):
@@ -69,7 +50,7 @@ def launch_under_fp8(scheme, tile, activation, hidden, width, dtype=torch.bfloat
 
 
 def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
-    make = launch_layer if get_scheme(scheme).activation is None else launch_under_fp8
+    make = launch_packed_layer if get_scheme(scheme).activation is None else launch_under_fp8
     launch = make(scheme, tile, activation, hidden, width, **more)
     facts = H200._replace(row_tile=tile)
     kernels = [k for k in aot.compile_launch(facts, launch) if "decode" in k.metadata.name]

@@ -24,8 +24,10 @@ def pointer(base, offset, dtype: tl.constexpr):
 @triton.jit
 def part_of(base, offset, dtype: tl.constexpr):
     """A pointer to a part of the window at address ``base``: `moe_ops.windows.ALIGNMENT`."""
-    # The hint belongs to the operation that makes the pointer, which a call would hide.
-    return tl.multiple_of((base + offset).to(tl.pointer_type(dtype)), 16)
+    # The hint belongs to the operation that makes the pointer, which a call would hide. Triton 3.8
+    # loses the hint if the offset is added to the address before that.
+    start = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16)
+    return start + offset // (dtype.primitive_bitwidth // 8)
 
 
 @triton.jit

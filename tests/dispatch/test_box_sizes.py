@@ -1,0 +1,78 @@
+"""Sizes of every remainder: who takes a GEMM, and whether its programs suffice."""
+
+from itertools import product
+
+from moe_ops import get_scheme
+from moe_ops.activation import formula
+from moe_ops.dispatch.device import NO_GPU
+from moe_ops.dispatch.gemm_plan import RULES, SLOT, TOKEN_SUM, plan_gemm
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, operand_bytes, packed_rows
+from moe_ops.dispatch.problem import layer_problem, sizes_of
+from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.tiles import (
+    KNOWN_ROW_TILES,
+    Gemm,
+    TileConfig,
+    cdiv,
+    direct_slots,
+    max_programs,
+    max_row_tiles,
+    one_row_tile,
+    plan_sizes,
+)
+
+HOPPERS = (PACKED, STREAM, TOKEN, TOKEN_SUM)
+SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel")
+E, K = 64, 4
+NS, KS = (80, 68, 72, 76, 704, 708, 716), (128, 132, 136, 140, 144, 264, 708, 712, 720)
+
+
+def problem_of(name, tokens, n, k, activation, facts):
+    """The first GEMM of a layer, or with one token and no activation the second one."""
+    scheme = get_scheme(name)
+    halves = 2 if activation and formula(activation).gated else 1
+    rule = rule_of(name, 2, facts.arch, facts.row_tile, False)
+    sizes = sizes_of(tokens * K, (E, halves * n, k), 2, rule, activation)
+    return layer_problem(sizes, scheme, activation, tokens, K if activation else 1)
+
+
+def test_sizes_that_no_box_holds():
+    """Rows of 16 bytes along K, and 8 gate rows beside 8 up rows: else no Hopper kernel."""
+    wrong, taken = [], set()
+    activations = ("silu", "swigluoai", "relu2_no_mul", "")
+    for name, tokens, activation in product(SCHEMES, (1, 2, 64, 4096), activations):
+        for n, k, rows in product(NS, KS, (None, 16, 64, 128, 192)):
+            facts = NO_GPU._replace(row_tile=rows)
+            kernel = plan_gemm(problem_of(name, tokens, n, k, activation, facts), facts).kernel
+            gated = activation != "" and formula(activation).gated
+            whole = k * operand_bytes(get_scheme(name)) % 16 == 0 and (not gated or n % 8 == 0)
+            fused = name[:4] != "int8" and tokens == 1
+            if whole and fused and name != "fp8_block128":
+                wanted = kernel == (TOKEN if activation else TOKEN_SUM)
+            elif whole and tokens == 4096 and rows in (64, 128) and name != "fp8_block128":
+                wanted = kernel == PACKED
+            elif whole:
+                wanted = kernel != PACKED or tokens > 2  # so few slots have no plan
+            else:
+                wanted = kernel not in HOPPERS
+            taken.add(kernel)
+            wrong += [] if wanted else [(name, tokens, activation, n, k, rows, kernel)]
+    assert not wrong, wrong[:9]
+    assert taken >= {*HOPPERS, SLOT} and len(RULES) == 6
+
+
+def test_programs_for_every_tile():
+    """However slots lie: the most tiles that so many slots can have."""
+    for slots, experts, tile in product(range(1, 90), (1, 2, 3, 8, 40), KNOWN_ROW_TILES):
+        rule, n = one_row_tile(tile), 36
+        most = min(slots, experts) + max(slots - experts, 0) // tile
+        sizes = plan_sizes(slots, experts, rule)
+        assert sizes.tiles >= most and sizes.rows >= most * tile
+        rows = packed_rows(slots, experts, tile)
+        assert rows % 4 == 0 and rows >= most * tile
+        direct = slots <= direct_slots(experts)
+        programs = max_programs(
+            Gemm(slots, experts, n, 16, 2, 1, rule), TileConfig(tile, 16, 16, 1, 4, 1)
+        )
+        assert max_row_tiles(slots, experts, tile) >= (slots if direct else most)
+        assert programs >= (slots if direct else most) * cdiv(n, 16)
