@@ -181,9 +181,10 @@ STAGES ?= $(filter-out layer models overheads training,$(patsubst benchmarks/ben
 bench-stages: $(READY)  ## Time single stages; STAGES="align quantize" times two
 	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS) $(STAGE_ARGS); done
 
-# Installs the linters, once: steps that run beside each other share the environment.
+# Installs the linters, once: steps that run beside each other share the environment. What builds the
+# package is there since `ready`.
 tools $(VENV)/tools: pyproject.toml $(READY)  ## Install the linters
-	$(PY) -m pip install --quiet --editable ".[dev]"
+	$(PY) -m pip install --quiet $(if $(READY),--no-build-isolation) --editable ".[dev]"
 	$(if $(READY),touch $(VENV)/tools)
 
 lint: $(TOOLS)  ## ruff and mypy

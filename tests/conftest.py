@@ -118,18 +118,33 @@ def check_compiled(items):
         )
 
 
+def runs_here(item):
+    """Whether an item has what it needs: a GPU, a kernel to interpret, what ``skipif`` asks for."""
+    marked = {mark.name for mark in item.iter_markers()}
+    needs_more = "gpu" in marked and not HAS_CUDA or INTERPRETED and "kernel" not in marked
+    return not needs_more and not any(mark.args[0] is True for mark in item.iter_markers("skipif"))
+
+
+def pytest_ignore_collect(collection_path):
+    """In the interpreter, import only the files that name the marker of its tests."""
+    if INTERPRETED and collection_path.match("test_*.py"):
+        return "mark.kernel" not in collection_path.read_text() or None
+    return None
+
+
+def leave_out(config, items, others):
+    """Deselect ``others``: an item that is skipped takes pytest and its workers milliseconds."""
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
+
+
 def pytest_collection_modifyitems(config, items):
+    leave_out(config, items, {item for item in items if not runs_here(item)})
     if not config.getoption("exhaustive"):
         others = {item for item in items if item.get_closest_marker("exhaustive")}
         others.update(shown_by_others([item for item in items if item not in others]))
-        config.hook.pytest_deselected(items=list(others))
-        items[:] = [item for item in items if item not in others]
+        leave_out(config, items, others)
         check_compiled(items)
-    for item in items:
-        if item.get_closest_marker("gpu") and not HAS_CUDA:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if INTERPRETED and not item.get_closest_marker("kernel"):
-            item.add_marker(pytest.mark.skip(reason="runs no kernel"))
 
 
 @pytest.hookimpl(wrapper=True)

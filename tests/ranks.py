@@ -24,6 +24,9 @@ import moe_ops
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 BACKENDS = ["gloo", pytest.param("nccl", marks=two_gpus)]
 """Backends of tests with two ranks."""
+PATIENCE = 20
+"""Seconds after which a rank that waits for another one in a collective fails. Ranks on busy cores
+come a few seconds late."""
 PRELOADED = [
     "torch", "torch._functorch.aot_autograd", "moe_ops", "conftest", "ranks", "modular",
     "tiny_transformers",
@@ -70,7 +73,7 @@ def _run(
     torch.set_num_threads(1)
     if backend == "gloo":
         dist.Backend.register_backend(backend := "gloo_one_thread", _gloo, devices=["cpu"])
-    store, wait = f"file://{store}", timedelta(seconds=60)  # a rank that waits for nobody fails
+    store, wait = f"file://{store}", timedelta(seconds=PATIENCE)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store, wait, world_size=ranks, rank=rank)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from selections import BATCHED, STANDARD, layer_inputs
+from tables import every_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
@@ -17,8 +18,8 @@ from moe_ops.support import ARCHITECTURES, SUPPORT, block_scaled_note
 RUN = {(row.scheme, arch) for row in SUPPORT for arch in row.architectures}
 
 
-@pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@every_row("scheme", moe_ops.SCHEMES)
+@every_row("arch", ARCHITECTURES)
 def test_every_scheme_runs_or_names_what_does(scheme, arch):
     """And what it names runs there, if it can with the same weights."""
     value = moe_ops.SCHEMES[scheme]
@@ -56,7 +57,7 @@ def as_on_gpu(x):
     )
 
 
-@pytest.mark.parametrize("scheme", [n for n, s in moe_ops.SCHEMES.items() if s.weight])
+@every_row("scheme", [n for n, s in moe_ops.SCHEMES.items() if s.weight])
 def test_calls_say_it_before_anything_is_launched(scheme, ampere):
     """A layer's tensors on an A100: those of schemes with 8-bit floats are refused."""
     config = replace(STANDARD, hidden_dim=96)  # of no other test, whose checks are remembered
@@ -76,7 +77,7 @@ def test_calls_say_it_before_anything_is_launched(scheme, ampere):
             moe_ops.fused_experts(*arguments, quant_config=quant)
 
 
-@pytest.mark.parametrize("config", [STANDARD, BATCHED])
+@every_row("config", [STANDARD, BATCHED])
 def test_selection_says_it(config, ampere, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

@@ -1,6 +1,6 @@
 """Rules of the kernels for packed weights: CTAs of an SM, and the jobs of one token."""
 
-import pytest
+from tables import every_row
 
 from moe_ops import get_scheme
 from moe_ops.dispatch.device import NO_GPU
@@ -27,7 +27,7 @@ from moe_ops.dispatch.problem import sizes_of
 from moe_ops.dispatch.row_tiles import PORTABLE
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("tiles", "ctas"),
     [(96, 2), (180, 3), (256, 3), (448, 5), (612, 5), (1215, 5), (1524, 4), (1856, 5), (6976, 5)],
 )
@@ -36,7 +36,7 @@ def test_the_ctas_that_were_fastest(tiles, ctas):
     assert few_ctas(16, tiles, NO_GPU) == ctas
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16", "int4_w4a16_g32"])
+@every_row("scheme", ["mxfp4_w4a16", "int8_w8a16", "int4_w4a16_g32"])
 def test_stages_fit_the_ctas(scheme):
     """Fewer CTAs have room for more stages, up to what brings anything."""
     quant, seen = get_scheme(scheme).weight, {}
@@ -50,8 +50,8 @@ def test_stages_fit_the_ctas(scheme):
     assert min(seen.values()) >= 2
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16", "int8_w8a16_g32"])
-@pytest.mark.parametrize("slots", range(1, 17))
+@every_row("scheme", ["mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16", "int8_w8a16_g32"])
+@every_row("slots", range(1, 17))
 def test_jobs_are_all_of_a_token(slots, scheme):
     sizes = sizes_of(slots, (128, 2048, 2880), 2, PORTABLE, "")
     jobs = divide(sizes, get_scheme(scheme).weight, 1, slots)
@@ -62,7 +62,7 @@ def test_jobs_are_all_of_a_token(slots, scheme):
     assert jobs.passes * jobs.steps * 8 <= 1.2 * (slots * 45 + 8 * jobs.passes)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("steps", "most", "depth"),
     [(1, 4, 1), (2, 4, 2), (3, 4, 4), (4, 4, 4), (6, 4, 2), (23, 4, 4), (45, 2, 2), (8, 1, 1)],
 )
@@ -87,7 +87,7 @@ def slot_tiles(scheme, slots, n, k, activation="silu", gpu=NO_GPU):
     return decode_slot_tiles(sizes, get_scheme(scheme).weight, gpu)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_row("scheme", SCHEMES)
 def test_what_the_kernel_of_a_slot_takes(scheme):
     """It takes a GEMM whose programs all fit on the GPU at once."""
     assert slot_tiles(scheme, 8, 768, 2048).kernel == DECODE_SLOT
@@ -105,8 +105,8 @@ def test_registers_suffice_for_programs_of_a_slot():
         assert taken * 32 * JOB_WARPS <= 65536
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("slots", "n", "k"), [(8, 768, 2048), (10, 512, 2048), (1, 8192, 5120)])
+@every_row("scheme", SCHEMES)
+@every_row(("slots", "n", "k"), [(8, 768, 2048), (10, 512, 2048), (1, 8192, 5120)])
 def test_programs_of_both_kernels_fit_on_a_processor(slots, n, k, scheme):
     """GEMM 2 comes early where every processor has room for one of its programs."""
     quant, first = get_scheme(scheme).weight, slot_tiles(scheme, slots, n, k)

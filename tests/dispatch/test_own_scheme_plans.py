@@ -11,6 +11,7 @@ from modular import layer_config
 from own_schemes import OWN, E, H, I, K, each, name_of
 from plans import planned
 from strategies import schemes
+from tables import every_row
 
 import moe_ops
 from moe_ops import SCHEMES, Scheme, get_scheme, ops, quantize_weight
@@ -54,7 +55,7 @@ def test_opcheck(scheme, device):
 GPUS = [name for name, target in TARGETS.items() if target.facts is not None]
 
 
-@pytest.mark.parametrize("device", GPUS)
+@every_row("device", GPUS)
 @each
 def test_plans_follow_the_meaning(scheme, device):
     """A kernel that takes the formats; registered schemes' own kernels only by meaning."""

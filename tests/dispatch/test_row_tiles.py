@@ -2,8 +2,8 @@
 
 import math
 
-import pytest
 import torch
+from tables import every_row
 
 import moe_ops
 from moe_ops import ops, testing
@@ -33,7 +33,7 @@ BY_CLASS = (
 """Row tiles by class of load: class i ends at a load of ``16 * 2**i``, the last one has no end."""
 
 
-@pytest.mark.parametrize("rule, tiles", BY_CLASS)
+@every_row(("rule", "tiles"), BY_CLASS)
 def test_row_tiles_by_class_of_load(rule, tiles):
     for experts in (1, 8, 128):
         for slots in (*range(3000), *range(3000, 300000, 997)):
@@ -71,8 +71,8 @@ def test_every_load_has_a_row_tile():
         assert limits == sorted(set(limits)) and limits[-1] == math.inf
 
 
-@pytest.mark.parametrize(
-    "scheme, itemsize, arch, expected",
+@every_row(
+    ("scheme", "itemsize", "arch", "expected"),
     [
         (SIXTEEN_BITS, 2, 90, HOPPER[2]),
         (SIXTEEN_BITS, 4, 90, PORTABLE),  # Hopper's kernels take no float32
@@ -97,8 +97,8 @@ def test_rules_by_scheme_and_gpu(scheme, itemsize, arch, expected):
         assert rule_of(scheme, itemsize, arch, tile, True) is INVARIANT
 
 
-@pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
-@pytest.mark.parametrize("facts", [H200, H200._replace(row_tile=16), TARGETS["sm_80"].facts, None])
+@every_row("scheme", moe_ops.SCHEMES)
+@every_row("facts", [H200, H200._replace(row_tile=16), TARGETS["sm_80"].facts, None])
 def test_plans_and_gemms_agree(facts, scheme):
     """A GEMM assumes the rule of the plan that it is given, on every device."""
     for device in (CPU, CUDA):
@@ -127,7 +127,7 @@ def test_the_row_tile_of_a_device():
     assert len(lengths) == 3
 
 
-@pytest.mark.parametrize("tile", [None, 16, 64, 192])
+@every_row("tile", [None, 16, 64, 192])
 def test_a_layer_follows_it(tile):
     """Whatever the row tile, the result is that of the references, to rounding."""
     problem = testing.Problem(24, 4, 2, 64, 48, torch.float32)

@@ -6,6 +6,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import every_row
 from tuned_entries import H200, SIZES, entry, gemm_of, layer, own, record
 
 from moe_ops.dispatch import tuned
@@ -52,8 +53,8 @@ def changed(path, value):
     return json.dumps(content)
 
 
-@pytest.mark.parametrize(
-    "path, value, named",
+@every_row(
+    ("path", "value", "named"),
     [
         (["top_k"], None, "top_k must be a number >= 1, got None"),
         (["top_k"], 0, "top_k must be a number >= 1, got 0"),

@@ -1,6 +1,7 @@
 """Names of tensors, as the checkpoints of the field have them behind the name of their layer."""
 
 import pytest
+from tables import every_row
 
 from moe_ops.loading.names import Piece, is_beside_experts, parse, router_tensor, suffix_of
 
@@ -38,7 +39,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@every_row("name", EXPERTS)
 def test_experts(name):
     shard, kind, expert = EXPERTS[name]
     piece = parse(name)
@@ -69,7 +70,7 @@ def test_beside_the_experts(name):
     assert (found is not None and found.buffer == "e_score_correction_bias") is is_bias
 
 
-@pytest.mark.parametrize(
+@every_row(
     "name",
     ["experts.3.gate_proj", "experts.3.gate_proj.lora_A.weight", "experts.x.w1.weight", "",
      "norm.weight", "experts.3.w4.weight", "experts.w13_weights",

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modular import EXPERTS, PREPARES, build_prepare, capacity, fit, layer_config, router_logits
 from strategies import layers
+from tables import every_row
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
@@ -210,7 +211,7 @@ def test_one_graph_for_every_token_count(device):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("scheme", BY_ALL)
+@every_row("scheme", BY_ALL)
 def test_a_scale_of_all_tokens_is_refused(scheme):
     problem = Problem(scheme=scheme)
     (x, w1, w2, weights, ids, *_), config, _ = quantize_inputs(problem, make_inputs(problem))
@@ -250,12 +251,17 @@ def test_what_else_is_refused():
     moe_ops.FusedMoE(*sizes, tp_size=4, batch_invariant=True)
 
 
-@pytest.mark.parametrize("format", ["standard", "batched"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+RUN = [
+    (scheme, arch)
+    for scheme in SCHEMES
+    for arch in ARCHITECTURES
+    if arch >= min_capability(moe_ops.get_scheme(scheme).activation)
+]
+
+
+@every_row("format", ["standard", "batched"])
+@every_row(("scheme", "arch"), RUN)
 def test_explained_tiles_are_the_same_at_any_load(scheme, arch, format):
-    if arch < min_capability(moe_ops.get_scheme(scheme).activation):
-        pytest.skip("no kernels of this scheme")
     rows = 64 if format == "batched" else None
     config = replace(layer_config(Problem()), batch_invariant=True, max_num_tokens=rows)
     told = moe_ops.explain(config, scheme, num_tokens=(1, 7, 64, 4096), device=f"sm_{arch}")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tables import every_row
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
@@ -100,7 +101,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=lambda v: str(v)[:40])
+@every_row(("changes", "error", "message"), BAD)
 def test_fused_experts(changes, error, message):
     moe_ops.fused_experts(**arguments())  # what passed is remembered, and excuses nothing else
     with pytest.raises(error, match=message):
@@ -119,7 +120,7 @@ def test_an_expert_past_32_bit_offsets():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("stride", "refused"), [(93368854, True), (93368853, False)])
+@every_row(("stride", "refused"), [(93368854, True), (93368853, False)])
 def test_the_last_offset_of_32_bits(stride, refused):
     """23 rows and 6 columns further is 2**31, the first offset that an int32 lacks."""
     w1 = torch.empty_strided((E, 24, 7), (24 * stride, stride, 1), device="meta")
@@ -178,7 +179,7 @@ def test_a_check_runs_for_other_lists_names_and_types():
     assert len(calls) == 6 + 4 + 4
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, 3).int(), [1.0], None])
+@every_row("bad", [torch.zeros(3), torch.zeros(3, 3).int(), [1.0], None])
 def test_a_check_that_raised_raises_again(bad):
     check, calls = counting_check()
     for _ in range(2):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from modular import BATCHED, EXPERTS, build_experts, layer_config, setup, twice
+from tables import every_row
 
 import moe_ops
 from moe_ops import FusedMoEKernel, FusedMoEQuantConfig
@@ -19,16 +20,16 @@ NO_EP = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP
 MONOLITHIC = moe_ops.pipeline.MoEPrepareAndFinalizeNoEPMonolithic
 
 
-@pytest.mark.parametrize("experts", STANDARD)
-@pytest.mark.parametrize("numbers", [(4, None), (None, 1), (4, 1)])
+@every_row("experts", STANDARD)
+@every_row("numbers", [(4, None), (None, 1), (4, 1)])
 def test_standard_experts_take_no_capacity(experts, numbers):
     rule = "max_num_tokens and num_dispatchers should only be set for BatchedExperts activation"
     with pytest.raises(ValueError, match=rule):
         experts(layer_config(Problem()), PLAIN, *numbers)
 
 
-@pytest.mark.parametrize("experts", BATCH)
-@pytest.mark.parametrize("numbers", [(4, None), (None, 1), ()])
+@every_row("experts", BATCH)
+@every_row("numbers", [(4, None), (None, 1), ()])
 def test_batched_experts_need_a_capacity(experts, numbers):
     rule = "max_num_tokens and num_dispatchers must be set for BatchedExperts activation format"
     with pytest.raises(ValueError, match=rule):
@@ -91,13 +92,13 @@ BAD_PARTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "options", "error", "message"), BAD_PARTS)
+@every_row(("make", "options", "error", "message"), BAD_PARTS)
 def test_parts_that_do_not_fit(make, options, error, message):
     with pytest.raises(error, match=message):
         FusedMoEKernel(*make(), **options)
 
 
-@pytest.mark.parametrize("name", ["max_num_tokens", "num_local_experts", "num_dispatchers", "rank"])
+@every_row("name", ["max_num_tokens", "num_local_experts", "num_dispatchers", "rank"])
 def test_batched_prepare_needs_sizes(name):
     with pytest.raises(ValueError, match=f"{name}.* must be at least [01], got -1"):
         batched_parts(**{name: -1})
@@ -120,8 +121,8 @@ BAD_CALLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [e for e in EXPERTS if not e.is_monolithic()])
-@pytest.mark.parametrize(("changes", "error", "message"), BAD_CALLS)
+@every_row("experts", [e for e in EXPERTS if not e.is_monolithic()])
+@every_row(("changes", "error", "message"), BAD_CALLS)
 def test_calls_that_do_not_fit(experts, changes, error, message):
     with pytest.raises(error, match=message):
         setup(Problem(), experts).apply(**changes)
@@ -136,7 +137,7 @@ def test_calls_of_the_other_kind():
         setup(Problem(), moe_ops.pipeline.MonolithicExperts).apply()
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("logits", "num_experts", "message"),
     [
         (torch.zeros(33, 9), -1, r"router_logits.shape\[1\] must be E = 8, got 9"),
@@ -159,7 +160,7 @@ def test_logits_and_maps_of_another_kind():
         s.kernel.apply_monolithic(*call, torch.zeros(8), False)
 
 
-@pytest.mark.parametrize("local", [4, 16])
+@every_row("local", [4, 16])
 def test_prepare_for_another_number_of_experts(local):
     """Rows of experts that are not there would be read past the weights' end."""
     s = setup(Problem(), moe_ops.pipeline.BatchedTritonExperts)
@@ -169,7 +170,7 @@ def test_prepare_for_another_number_of_experts(local):
         kernel.apply(**s.arguments())
 
 
-@pytest.mark.parametrize("experts", BATCH)
+@every_row("experts", BATCH)
 def test_rows_that_nobody_has_counted(experts):
     """Without counts, or with those of other experts, rows past the used ones would be read."""
     s = setup(Problem(), experts)
@@ -212,14 +213,14 @@ def test_parts_that_are_not_asynchronous_say_so():
         NO_EP().finalize_async(X, X, X, False, moe_ops.pipeline.TopKWeightAndReduceNoOP())
 
 
-@pytest.mark.parametrize("logits", [(X[:, :8], X[:, :8]), [X[:, :8]] * 2, None])
+@every_row("logits", [(X[:, :8], X[:, :8]), [X[:, :8]] * 2, None])
 def test_logits_are_one_tensor(logits):
     s = setup(Problem(), moe_ops.pipeline.MonolithicExperts)
     with pytest.raises(TypeError, match="router_logits must be a Tensor, got (tuple|list|None)"):
         s.kernel.apply_monolithic(*s.inputs[:3], logits, "silu", -1, None, False)
 
 
-@pytest.mark.parametrize("name", ["TopK", "Custom", "Simulated"])
+@every_row("name", ["TopK", "Custom", "Simulated"])
 def test_routing_methods_that_monolithic_experts_lack(name):
     method = moe_ops.RoutingMethodType[name]
     config = dataclasses.replace(
@@ -256,7 +257,7 @@ def test_rows_that_do_not_fit_raise_in_checking_mode():
     assert torch.equal(kernel.apply(**twice_to_0), out)
 
 
-@pytest.mark.parametrize("experts", BATCH)
+@every_row("experts", BATCH)
 def test_tokens_that_do_not_fit_at_once_run_in_parts(experts):
     """All to the same experts: nothing is dropped, in checking mode or not."""
     s = setup(Problem(routing="one_expert"), experts, shared_experts=twice)
@@ -274,8 +275,8 @@ def test_tokens_that_do_not_fit_at_once_run_in_parts(experts):
         FusedMoEKernel(part, s.kernel.fused_experts).apply(**s.arguments())
 
 
-@pytest.mark.parametrize("scheme", [n for n, s in moe_ops.SCHEMES.items() if s.weight])
-@pytest.mark.parametrize("experts", [e for e in EXPERTS if not e.is_monolithic()])
+@every_row("scheme", [n for n, s in moe_ops.SCHEMES.items() if s.weight])
+@every_row("experts", [e for e in EXPERTS if not e.is_monolithic()])
 def test_weights_of_another_scheme(experts, scheme):
     """Not stored at all, or incomplete: what is missing is named."""
     problem = Problem(scheme=scheme)

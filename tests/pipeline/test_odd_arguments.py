@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from good_arguments import GOOD, IDS, LOGITS, W1, W2, WEIGHTS, E, H, I, K, X
+from tables import every_row
 
 import moe_ops
 from moe_ops import checks
@@ -25,8 +26,8 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("value", [[1.0], object(), "what"], ids=["list", "object", "str"])
-@pytest.mark.parametrize(("function", "name"), CASES, ids=lambda v: getattr(v, "__name__", v))
+@every_row("value", [[1.0], object(), "what"])
+@every_row(("function", "name"), CASES)
 def test_another_kind_is_named(function, name, value):
     function(**GOOD[function])
     named = {"n_local_expert": "local_expert", "qtype": "quant_dtype"}.get(name, name)
@@ -36,14 +37,14 @@ def test_another_kind_is_named(function, name, value):
         function(**{**GOOD[function], name: value})
 
 
-@pytest.mark.parametrize(("function", "name"), FLAGS, ids=lambda v: getattr(v, "__name__", v))
-def test_flags_are_true_or_false(function, name):
-    for value, shown in (("yes", "str 'yes'"), (1, "int 1")):
-        with pytest.raises(TypeError, match=f"{name} must be a bool, got {shown}"):
-            function(**{**GOOD[function], name: value})
+@every_row(("value", "shown"), [("yes", "str 'yes'"), (1, "int 1")])
+@every_row(("function", "name"), FLAGS)
+def test_flags_are_true_or_false(function, name, value, shown):
+    with pytest.raises(TypeError, match=f"{name} must be a bool, got {shown}"):
+        function(**{**GOOD[function], name: value})
 
 
-@pytest.mark.parametrize(("function", "name"), NUMBERS, ids=lambda v: getattr(v, "__name__", v))
+@every_row(("function", "name"), NUMBERS)
 def test_true_is_no_number(function, name):
     named = {"n_local_expert": "local_expert"}.get(name, name)
     with pytest.raises(TypeError, match=f"{named}.* must be an? (int|number), got bool True"):
@@ -72,7 +73,7 @@ def test_flags_and_numbers_that_are_no_arguments_of_one_function():
         moe_ops.FusedMoEParallelConfig.make(2, enable_expert_parallel=1)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("call", "value", "nearest"),
     [
         (moe_ops.get_scheme, "fp8_blok128", "fp8_block128"),
@@ -105,7 +106,7 @@ def test_a_name_that_resembles_none_is_answered_with_the_list():
         moe_ops.fused_topk(X, LOGITS, K, True, scoring_func="tanh()")
 
 
-@pytest.mark.parametrize("name", ["topk_weights", "topk_ids", "w1", "w2"])
+@every_row("name", ["topk_weights", "topk_ids", "w1", "w2"])
 def test_none_is_no_tensor(name):
     with pytest.raises(TypeError, match=f"{name} must be a Tensor, got NoneType"):
         moe_ops.fused_experts(**{**GOOD[moe_ops.fused_experts], name: None})
@@ -144,7 +145,7 @@ def test_tensors_of_a_quant_config():
             moe_ops.fused_experts(*call, quant_config=config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+@every_row("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
 def test_quantized_weights_without_a_config(dtype):
     w1, w2 = W1.to(dtype), W2.to(dtype)
     config = moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"in_dtype": torch.float32})
@@ -183,7 +184,7 @@ def test_the_signature_of_a_quant_config():
     assert moe_ops.scheme.QTensor is moe_ops.QTensor
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("settings", "error"),
     [({"alpha": "x"}, TypeError), ({"beta": float("nan")}, ValueError), ({"kind": 3}, TypeError)],
 )
@@ -192,7 +193,7 @@ def test_settings_of_an_activation(settings, error):
         moe_ops.Activation(**{"kind": "silu", **settings})
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("options", "error", "message"),
     [
         ({"params_dtype": torch.float64}, TypeError, "params_dtype must be one of"),
@@ -264,7 +265,7 @@ def test_arguments_of_the_loader():
         moe_ops.load_checkpoint(3, {})
 
 
-@pytest.mark.parametrize("layer", [2, -1, "0"])
+@every_row("layer", [2, -1, "0"])
 def test_a_layer_that_is_not_balanced(layer):
     state = moe_ops.EplbState.make(2, E, 0)
     with pytest.raises((TypeError, ValueError), match="moe_layer_idx must be"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from good_arguments import GOOD, WEIGHTS, E, H, K, T, X
+from tables import every_row
 
 import moe_ops
 
@@ -24,7 +25,7 @@ TENSORS = [(f, name) for f, given in GOOD.items() for name in given if torch.is_
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("function", "name"), TENSORS, ids=lambda v: getattr(v, "__name__", v))
+@every_row(("function", "name"), TENSORS)
 def test_another_layout_is_named(function, name):
     for x in other_layouts(GOOD[function][name]):
         with pytest.raises((TypeError, ValueError), match=f"{name}.* must"):
@@ -40,9 +41,7 @@ NUMBERS_OF_ANY_SIZE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("function", "name"), NUMBERS_OF_ANY_SIZE, ids=lambda v: getattr(v, "__name__", v)
-)
+@every_row(("function", "name"), NUMBERS_OF_ANY_SIZE)
 def test_a_number_out_of_reach_is_named(function, name):
     """Too large for a machine word, too small, no whole number, no number."""
     wrong = ["4", None, 2 + 3j, 1.5, float("nan"), -(2**70), 2**70, 2**40]
@@ -55,14 +54,14 @@ def test_a_number_out_of_reach_is_named(function, name):
             function(**{**GOOD[function], name: value})
 
 
-@pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16), (2, 8, 0)])
-@pytest.mark.parametrize("scheme", ["unquantized", "fp8_tensor", "int4_w4a16_g32", "nvfp4"])
+@every_row("shape", [(0, 8, 16), (2, 0, 16), (2, 8, 0)])
+@every_row("scheme", ["unquantized", "fp8_tensor", "int4_w4a16_g32", "nvfp4"])
 def test_a_weight_without_numbers(shape, scheme):
     with pytest.raises(ValueError, match="w must have no size of 0"):
         moe_ops.quantize_weight(torch.zeros(shape), scheme)
 
 
-@pytest.mark.parametrize("scale", [torch.ones(4), torch.ones(12), torch.ones(6, 7), torch.ones(0)])
+@every_row("scale", [torch.ones(4), torch.ones(12), torch.ones(6, 7), torch.ones(0)])
 def test_static_scales_of_other_rows(scale):
     with pytest.raises(ValueError, match="A_scale must have the 6 tokens of A"):
         moe_ops.moe_kernel_quantize_input(X, scale, torch.int8, True)
@@ -76,7 +75,7 @@ def test_offsets_of_no_expert():
             moe_ops.moe_unpermute(rows, None, inverse, offset)
 
 
-@pytest.mark.parametrize("strides", [(0, 1), (H // 2, 1), (1, T), (2 * H, 2)])
+@every_row("strides", [(0, 1), (H // 2, 1), (1, T), (2 * H, 2)])
 def test_outputs_whose_rows_share_memory(strides):
     outputs = torch.zeros(2 * T * H).as_strided((T, H), strides)
     with pytest.raises(ValueError, match="outputs must have contiguous rows that lie apart"):

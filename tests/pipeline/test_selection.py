@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from selections import BATCHED, FP8, STANDARD, layer_inputs, reason
+from tables import every_row
 
 import moe_ops
 from moe_ops import FusedMoEParallelConfig, RoutingMethodType
@@ -111,7 +112,7 @@ OTHER_SIZES = (
 """All that `get_scheme` makes besides those that have names of their own."""
 
 
-@pytest.mark.parametrize("name", [*moe_ops.SCHEMES, *OTHER_SIZES])
+@every_row("name", [*moe_ops.SCHEMES, *OTHER_SIZES])
 def test_every_scheme_has_experts_in_both_formats(name):
     scheme = moe_ops.get_scheme(name)
     for cls in CANDIDATES:

@@ -7,7 +7,7 @@ import torch
 from compilations import Compilations
 from conftest import INTERPRETED
 from modular import layer_config, setup
-from rank_kernels import COUNTS, PROBLEM, kernel_of, part_of
+from rank_kernels import ANSWERS, COUNTS, PROBLEM, kernel_of, part_of
 from ranks import config_of, device, experts_of, mine, spawn, two_gpus
 
 import moe_ops
@@ -24,7 +24,7 @@ def exchange_of(ranks, top_k=K):
     sizes = (ROOM, PROBLEM.hidden_size, top_k, determine_expert_ranks(ranks, E))
     dtype, share = PROBLEM.dtype, f"{top_k} slots"
     return moe_ops.pipeline.BatchedSymmetricPrepareAndFinalize(
-        None, *sizes, dtype=dtype, share=share
+        None, *sizes, dtype=dtype, share=share, timeout=ANSWERS
     )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from compilations import Compilations
 from conftest import HAS_CUDA, INTERPRETED
 from modular import setup, twice
-from rank_kernels import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
+from rank_kernels import ANSWERS, COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from ranks import BACKENDS, device, mine, spawn, started, two_gpus
 
 import moe_ops
@@ -46,7 +46,8 @@ GROUPS = [
 
 
 def exchange_of(ranks, top_k=K, **options):
-    options = {"dtype": PROBLEM.dtype, "expert_ranks": determine_expert_ranks(ranks, E), **options}
+    experts = determine_expert_ranks(ranks, E)
+    options = {"dtype": PROBLEM.dtype, "expert_ranks": experts, "timeout": ANSWERS, **options}
     return moe_ops.pipeline.SymmetricPrepareAndFinalize(
         None, ROOM, PROBLEM.hidden_size, top_k, **options
     )

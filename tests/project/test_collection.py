@@ -1,5 +1,6 @@
 """What `make test` leaves to `make test-all`, and the parts of `make gpu-test`."""
 
+import inspect
 import json
 import re
 from itertools import combinations, product
@@ -11,11 +12,14 @@ import record
 import torch
 from conftest import (
     COMPILED_FOR,
+    HAS_CUDA,
     MOST_COMPILED,
     check_compiled,
+    runs_here,
     shown_by_others,
 )
 from pairwise import half_exhaustive
+from tables import every_row
 
 
 def item(name, arch, marks=("aot",), **params):
@@ -72,6 +76,50 @@ def test_every_two_values_meet_in_half_of_the_product():
         pairs = {(row[i], row[j]) for row in kept}
         assert pairs == set(product(factors[i], factors[j]))
     assert not any(case.marks for case in half_exhaustive(*factors, where=False))
+
+
+def test_items_that_cannot_run_here_are_left_out():
+    def marked(*marks):
+        found = [mark.mark for mark in (pytest.mark.kernel, *marks)]
+        of_name = lambda name=None: [m for m in found if name in (None, m.name)]  # noqa: E731
+        return SimpleNamespace(iter_markers=of_name)
+
+    assert runs_here(marked()) and runs_here(marked(pytest.mark.skipif(False, reason="a rule")))
+    assert not runs_here(marked(pytest.mark.skipif(True, reason="a rule")))
+    assert runs_here(marked(pytest.mark.gpu)) == HAS_CUDA
+
+
+def failures(test):
+    """The report of a test that fails."""
+    with pytest.raises(pytest.fail.Exception) as failed:
+        test()
+    return str(failed.value)
+
+
+def test_all_rows_of_a_table_that_fail_are_named():
+    """And the others run; what raises no error where one is due fails as well."""
+    seen = []
+
+    @every_row("dtype", [torch.int8, torch.int16])
+    @every_row(("number", "text"), [(1, "a"), (2, "b" * 99), (3, "c")])
+    def test(number, text, dtype, device="cpu"):
+        seen.append((number, dtype))
+        assert number != 2 or dtype == torch.int16
+        with pytest.raises(ValueError, match="odd" if number == 3 else ""):
+            if dtype == torch.int8:
+                raise ValueError(text)
+
+    report = failures(test)
+    assert seen == [(n, d) for d in (torch.int8, torch.int16) for n in (1, 2, 3)]
+    assert report.count("DID NOT RAISE") == 3 and "2 of 2 rows failed" in report
+    assert "dtype = torch.int8: Failed: 2 of 3 rows failed" in report
+    assert f"number = 2, text = '{'b' * 59}...: AssertionError" in report
+    assert "number = 3, text = 'c': AssertionError" in report and "number = 1, text" in report
+    assert [*inspect.signature(test).parameters] == ["device"]
+    every_row("n", [1, 2])(lambda n: None)()
+    assert "2 of 2 rows failed" in failures(every_row("n", [1, 2])(lambda n: pytest.skip("no")))
+    with pytest.raises(ValueError, match="rows of n must not be empty"):
+        every_row("n", [])
 
 
 ROOT = Path(__file__).parents[2]

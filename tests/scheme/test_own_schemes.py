@@ -9,6 +9,7 @@ from hypothesis import given
 from modular import layer_config
 from own_schemes import OWN, ROW, TENSOR, E, H, I, K, quant
 from strategies import schemes
+from tables import every_row
 
 import moe_ops
 from moe_ops import (
@@ -27,7 +28,7 @@ from moe_ops.testing import Problem
 # Keys
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@every_row("name", SCHEMES)
 def test_registered_schemes_are_known_by_their_names(name):
     """Whatever they are called; what has a registered name and means something else is not."""
     scheme = SCHEMES[name]
@@ -36,7 +37,7 @@ def test_registered_schemes_are_known_by_their_names(name):
     assert mine == scheme and hash(mine) == hash(scheme) and mine.key == name
 
 
-@pytest.mark.parametrize(
+@every_row(
     "name",
     [
         *("fp8_block64", "fp8_block64x32_ue8m0", "int8_w8a16_block32", "int4_w4a16_g64"),
@@ -70,7 +71,7 @@ def test_a_key_says_everything(first, second):
     assert (hash(first) == hash(second)) or first != second
 
 
-@pytest.mark.parametrize(
+@every_row(
     "key",
     ["int8:1x64:float32", "|int8:1x64", "|int8:01x64:float32", "|int8:1x64:float32:twice",
      "|int5:1x64:float32", "|int8:1xy:float32", "|int8:1x64:float64", "a|b|c",
@@ -186,7 +187,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@every_row("case", REFUSED)
 def test_what_cannot_be_computed(case):
     """It raises before any operator: with the field, the rule and the value."""
     activation, weight, text = REFUSED[case]

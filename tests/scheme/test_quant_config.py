@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import INTERPRETED
 from modular import setup
+from tables import every_row
 
 import moe_ops
 from moe_ops import FusedMoEQuantConfig
@@ -110,7 +111,7 @@ def bad_tensors(s):
             yield name, good[..., None, None], ValueError, f"{rule} must have a shape of"
 
 
-@pytest.mark.parametrize("scheme", STORED)
+@every_row("scheme", STORED)
 def test_tensors_that_do_not_fit(scheme):
     s = setup(problem(scheme), moe_ops.pipeline.TritonExperts)
     for name, wrong, error, message in bad_tensors(s):
@@ -118,7 +119,7 @@ def test_tensors_that_do_not_fit(scheme):
             run(s, **{name: wrong})
 
 
-@pytest.mark.parametrize("scheme", ["fp8_channel", "int4_w4a16_g32_zp", "nvfp4"])
+@every_row("scheme", ["fp8_channel", "int4_w4a16_g32_zp", "nvfp4"])
 def test_weights_that_do_not_fit(scheme):
     """The rules of plain weights hold of stored ones, whose columns may be packed."""
     s = setup(problem(scheme), moe_ops.pipeline.TritonExperts)
@@ -151,7 +152,7 @@ def test_dtypes_that_only_look_alike():
             run(s, **{name: getattr(s.config, name).to(dtype)})
 
 
-@pytest.mark.parametrize("scheme", STORED)
+@every_row("scheme", STORED)
 def test_every_tensor_is_needed(scheme):
     s = setup(problem(scheme), moe_ops.pipeline.TritonExperts)
     for name, value in zip(moe_ops.scheme.TENSORS, s.config.tensors, strict=True):
@@ -162,7 +163,7 @@ def test_every_tensor_is_needed(scheme):
                 run(s, **{name: None})
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_row("scheme", SCHEMES)
 def test_no_other_tensor_is_taken(scheme):
     s = setup(problem(scheme, has_bias=True), moe_ops.pipeline.TritonExperts)
     for name, value in zip(moe_ops.scheme.TENSORS, s.config.tensors, strict=True):

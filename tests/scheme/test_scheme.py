@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import every_row
 
 import moe_ops
 from moe_ops import SCHEMES, FusedMoEQuantConfig, dequantize_weight, get_scheme, quantize_weight
@@ -28,7 +29,7 @@ def weight(shape, dtype=torch.float32, seed=0):
     return w.to(dtype)
 
 
-@pytest.mark.parametrize("name", [*QUANTIZED, *MORE])
+@every_row("name", [*QUANTIZED, *MORE])
 def test_keys_stand_for_quants(name):
     scheme = get_scheme(name)
     for quant in (scheme.activation, scheme.weight):
@@ -200,8 +201,8 @@ def test_nvfp4_to_the_bit():
     ).all()
 
 
-@pytest.mark.parametrize("name", [*QUANTIZED, *MORE])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@every_row("name", [*QUANTIZED, *MORE])
+@every_row("dtype", [torch.float32, torch.float16])
 def test_zeros_stay_zeros(name, dtype):
     w = torch.zeros(2, 4, 64, dtype=dtype)
     assert (dequantize_weight(quantize_weight(w, name), name) == 0).all()
