@@ -28,10 +28,9 @@ COUNTER = "torch.utils.flop_counter"
 
 def product(given: Mapping[str, Any]) -> int:
     """``a`` by the experts' weights ``w``, or by their transposes."""
-    w, quant = given["w"], get_scheme(given.get("scheme", UNQUANTIZED.key)).weight
-    _, n, width = w.shape
-    k = width if quant is None else width * quant.numbers_per_entry(w.dtype)
-    return 2 * given["a"].shape[0] * given.get("top_k", 1) * n * k
+    w, scheme = given["w"], get_scheme(given.get("scheme", UNQUANTIZED.key))
+    numbers = w.shape[1] * w.shape[2] * scheme.numbers_per_entry(w.dtype)
+    return 2 * given["a"].shape[0] * given.get("top_k", 1) * numbers
 
 
 def weight_gradient(given: Mapping[str, Any]) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -14,6 +17,30 @@ def narrowed(ids: Tensor, dtype: torch.dtype) -> Tensor:
     if ids.dtype == torch.int64 and dtype == torch.int32:
         ids = ids.clamp(-(2**31), 2**31 - 1)
     return ids.to(dtype)
+
+
+class TensorSpec(NamedTuple):
+    """Shape, dtype and place in memory of a tensor, without its data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    address: int = 0
+    """Bytes past a multiple of 16."""
+
+    @staticmethod
+    def of(x: Tensor) -> TensorSpec:
+        """The description of a tensor."""
+        return TensorSpec(x.dtype, tuple(x.shape), x.stride(), x.data_ptr() % 16)
+
+    @staticmethod
+    def contiguous(dtype: torch.dtype, *shape: int) -> TensorSpec:
+        """The description of a new tensor: contiguous, and aligned to 16 bytes."""
+        return TensorSpec(dtype, shape, (*accumulate(shape[:0:-1], mul, initial=1),)[::-1])
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
 
 
 class TilePlan(NamedTuple):

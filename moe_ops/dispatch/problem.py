@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from moe_ops.activation import Formula, formula, row_steps
-from moe_ops.dispatch.hopper import takes_one_token
 from moe_ops.dispatch.hopper_decode import decodes
-from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.dispatch.operands import OperandSpecs
 from moe_ops.dispatch.tiles import Gemm, TileRule
-from moe_ops.scheme import UNQUANTIZED, Quant, Scheme, get_scheme, is_packed
+from moe_ops.scheme import Quant, Scheme, get_scheme
+from moe_ops.scheme.packed import PACKED_DTYPE
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import AnyTiles
 
 BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 """Dtypes that Hopper's kernels multiply."""
@@ -141,122 +139,59 @@ def sizes_of(
     return Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, rule)
 
 
-def dense_problem(
-    a: Tensor,
-    w: Tensor,
-    tiles: AnyTiles,
-    top_k: int,
-    activation: str = "",
-    *,
-    weighted: bool = False,
-    expert_order: bool = False,
-    batch_invariant: bool = False,
-) -> GemmProblem:
-    """Problem of a GEMM whose operands are not quantized; arguments are the operator's."""
-    rule = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
-    permuted = None if not expert_order else "out" if activation else "a"
-    return GemmProblem(
-        sizes_of(a.shape[0] * top_k, w.shape, w.itemsize, rule, activation),
-        activation=activation,
-        top_k=top_k,
-        boxes=boxable(w, a.dtype, a if permuted == "a" else None),
-        num_tokens=_tokens(tiles),
-        weighted=weighted,
-        permuted=permuted,
+@lru_cache(maxsize=8192)
+def problem_of(operands: OperandSpecs) -> GemmProblem:
+    """The problem of an expert GEMM with these operands."""
+    a, w, w_scale = operands.a, operands.w, operands.w_scale
+    scheme, activation, (experts, n, width) = (
+        get_scheme(operands.scheme),
+        operands.activation,
+        w.shape,
     )
-
-
-def scaled_problem(
-    a: Tensor,
-    a_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    tiles: AnyTiles,
-    top_k: int,
-    scheme: str,
-    activation: str = "",
-    *,
-    out_dtype: torch.dtype | None = None,
-    batch_invariant: bool = False,
-) -> GemmProblem:
-    """Problem of a GEMM with two quantized operands; the rows may not be quantized yet.
-
-    ``out_dtype`` counts if the weight is packed.
-    """
-    known = get_scheme(scheme)
-    if known.decoded:
-        return stored_problem(
-            a, w, tiles, top_k, scheme, activation,
-            w_scale=w_scale, out_dtype=out_dtype, batch_invariant=batch_invariant,
-        )  # fmt: skip
-    quant, weight_quant = known.quants
-    given = None if a_scale is None else a_scale.numel()
-    rows = STORED
-    if a.dtype != quant.dtype:
-        alone = not quant.per_tensor if given is None else quant.per_tensor and given == 1
-        rows = EACH if alone else ALL
-    floats = quant.scale_dtype == w_scale.dtype == torch.float32
-    if rows == STORED:
-        floats &= a_scale is not None and a_scale.dtype == torch.float32
-    rule = gemm_rule(scheme, a, tiles, batch_invariant)
+    weight = (experts, n, width * scheme.numbers_per_entry(w.dtype))
+    itemsize = 2 if scheme.decoded else a.dtype.itemsize
+    packed = w.dtype == PACKED_DTYPE
+    unread = _unread(operands, scheme) if packed else ""
+    boxes = not unread if packed else not operands.adds and _boxable(operands, scheme)
+    rows, scales = _row_facts(operands, scheme)
     return GemmProblem(
-        sizes_of(a.shape[0] * top_k, w.shape, a.itemsize, rule, activation),
-        scheme,
+        sizes_of(a.shape[0] * operands.top_k, weight, itemsize, operands.rule, activation),
+        operands.scheme,
         activation,
-        top_k,
+        operands.top_k,
         rows,
-        rows_per_scale(w_scale, weight_quant, w.shape[1]),
-        expert_scales=quant.per_tensor and given is not None and given > 1,
-        shared_scale=quant.per_tensor and given == 1,
-        boxes=floats and boxable(w, quant.dtype),
-        num_tokens=_tokens(tiles),
-    )
-
-
-def stored_problem(
-    a: Tensor,
-    w: Tensor,
-    tiles: AnyTiles,
-    top_k: int,
-    scheme: str,
-    activation: str = "",
-    *,
-    w_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    batch_invariant: bool = False,
-) -> GemmProblem:
-    """Problem of a GEMM whose kernel dequantizes the weights or both operands.
-
-    ``w_scale`` and ``out_dtype`` (None: that of the rows) count if the weight is packed. Then rows
-    that are decoded may not be quantized yet.
-    """
-    known, (num_experts, n, _) = get_scheme(scheme), w.shape
-    quant = known.activation
-    k = a.shape[1] * (2 if quant is not None and quant.element.packed else 1)
-    itemsize = a.itemsize if quant is None else 2
-    rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    sizes = sizes_of(a.shape[0] * top_k, (num_experts, n, k), itemsize, rule, activation)
-    unread = _unread(a, w, w_scale, known, out_dtype or a.dtype) if is_packed(w) else ""
-    return GemmProblem(
-        sizes,
-        scheme,
-        activation,
-        top_k,
-        STORED if quant is None or a.dtype == quant.dtype else EACH,
-        boxes=is_packed(w) and _on_gpu(w) and not unread,
-        num_tokens=_tokens(tiles),
-        packed=is_packed(w),
+        None if w_scale is None else rows_per_scale(w_scale, cast(Quant, scheme.weight), n),
+        expert_scales=scales > 1,
+        shared_scale=scales == 1,
+        boxes=operands.gluon and boxes,
+        num_tokens=operands.num_tokens,
+        summed=operands.summed,
+        out_itemsize=operands.out_dtype.itemsize,
+        weighted=operands.weighted,
+        permuted=None if not operands.expert_order else "out" if activation else "a",
+        packed=packed,
+        adds=operands.adds,
         unread=unread,
     )
 
 
-def _unread(
-    a: Tensor, w: Tensor, w_scale: Tensor | None, scheme: Scheme, out_dtype: torch.dtype
-) -> str:
+def _row_facts(operands: OperandSpecs, scheme: Scheme) -> tuple[str, int]:
+    """The state of the rows, and the number of scales that all rows, or an expert's rows, share."""
+    quant, scale = scheme.activation, operands.a_scale
+    if quant is None:
+        return STORED, 0
+    given = 0 if scale is None else scale.numel()
+    alone = given == int(quant.per_tensor)
+    state = STORED if operands.a.dtype == quant.dtype else EACH if alone else ALL
+    return state, given * (quant.per_tensor and not scheme.decoded)
+
+
+def _unread(operands: OperandSpecs, scheme: Scheme) -> str:
     """Why Hopper's kernels do not read rows and a packed weight with these scales; empty: they do.
 
     Rows that are quantized are copied, and the scales of their weights have one byte.
     """
+    a, w, w_scale, out_dtype = operands.a, operands.w, operands.w_scale, operands.out_dtype
     quant, decoded = scheme.weight, f"{scheme.name} in the packed form"
     if quant is None or not decodes(scheme, out_dtype):
         known = [str(x) for x in (torch.bfloat16, torch.float16) if decodes(scheme, x)]
@@ -265,11 +200,11 @@ def _unread(
     if same_dtype and w_scale is not None and w_scale.dtype != a.dtype:
         rule = f"w_scale must have the dtype of a, {a.dtype}, for w of {decoded}"
         return f"{rule}, got {w_scale.dtype}"
-    if w.data_ptr() % 16 != 0:
-        return f"w must begin at a multiple of 16 bytes in the packed form, got {w.data_ptr()}"
-    if scheme.activation is None and (a.stride(0) % 8 != 0 or a.data_ptr() % 16 != 0):
+    if w.address != 0:
+        return f"w must begin at a multiple of 16 bytes in the packed form, got {w.address} more"
+    if scheme.activation is None and (a.strides[0] % 8 != 0 or a.address != 0):
         rule = f"rows of a must begin at multiples of 16 bytes for w of {decoded}"
-        return f"{rule}, got address {a.data_ptr()} and {a.stride(0)} numbers from row to row"
+        return f"{rule}, got address 16 n + {a.address} and {a.strides[0]} numbers from row to row"
     return ""
 
 
@@ -278,85 +213,22 @@ def scaled_in_rows_dtype(quant: Quant) -> bool:
     return quant.scale == "input" and (quant.local or quant.zero_point)
 
 
-def sum_problem(gemm: GemmProblem, weighted: bool, out_itemsize: int) -> GemmProblem:
-    """Problem of a GEMM with the weighted sum, made from the GEMM's problem."""
-    return gemm._replace(summed=True, weighted=weighted, out_itemsize=out_itemsize)
-
-
 def without_sum(problem: GemmProblem) -> GemmProblem:
     """Problem of the GEMM alone, made from the problem with the weighted sum."""
     return problem._replace(summed=False, weighted=False)
 
 
-def _tokens(tiles: AnyTiles) -> int | None:
-    """Tokens of the routing that the tiles carry; None: they carry a plan alone."""
-    return None if tiles[1] is None else tiles[1].shape[0]
+def _boxable(operands: OperandSpecs, scheme: Scheme) -> bool:
+    """Whether TMA can address a plain weight and rows of its dtype, with float32 scales.
 
-
-def boxable(w: Tensor, dtype: torch.dtype, in_place: Tensor | None = None) -> bool:
-    """Whether TMA can address a weight and rows of a dtype.
-
-    Args:
-        w: the weight; its strides and address count.
-        dtype: dtype of the rows that are multiplied with it.
-        in_place: the rows, if the kernel reads them without packing them first.
+    The place of the rows counts only if the kernel reads them without packing them first.
     """
-    expert, row, unit = w.stride()
-    size = w.itemsize
-    whole = expert * size % 16 == row * size % 16 == w.data_ptr() % 16 == 0
-    if in_place is not None:
-        whole &= in_place.stride(0) * size % 16 == in_place.data_ptr() % 16 == 0
-    return _on_gpu(w) and w.dtype in BOX_DTYPES and dtype == w.dtype and unit == 1 and whole
-
-
-def _on_gpu(x: Tensor) -> bool:
-    """Whether Gluon kernels can run: there is no interpreter for Gluon in Triton."""
-    return x.device.type in ("cuda", "meta")
-
-
-@lru_cache(maxsize=4096)
-def layer_problem(
-    sizes: Gemm,
-    scheme: Scheme,
-    activation: str,
-    num_tokens: int | None,
-    top_k: int,
-    *,
-    packed: bool = False,
-) -> GemmProblem:
-    """Problem of a layer's GEMM, with the facts of a whole layer's tensors.
-
-    Args:
-        sizes: sizes of the GEMM; ``itemsize`` is that of numbers that are not quantized.
-        scheme: the layer's scheme.
-        activation: key of the activation that GEMM 1 applies to its product; empty: none.
-        num_tokens: T if rows are the slots of a routing; None: rows are grouped by expert.
-        top_k: k for GEMM 1; 1 for GEMM 2, whose rows are slots.
-        packed: whether the weight is in the packed form.
-    """
-    quant, rows, shared = scheme.activation, STORED, False
-    if quant is not None and (packed or not scheme.decoded):
-        shared = quant.per_tensor
-        dynamic = shared and not quant.static
-        rows = STORED if num_tokens is None or dynamic else EACH
-    second = num_tokens == 1 and not activation and top_k == 1
-    summed = second and (packed or sums_one_token(scheme))
-    return GemmProblem(
-        sizes,
-        scheme.key,
-        activation,
-        top_k,
-        rows,
-        shared_scale=shared,
-        num_tokens=num_tokens,
-        summed=summed,
-        packed=packed,
-    )
-
-
-def sums_one_token(scheme: Scheme) -> bool:
-    """Whether there are kernels that also sum the second GEMM of one token.
-
-    For a weight in the plain form: those of packed weights always do.
-    """
-    return scheme.activation is None or takes_one_token(scheme)
+    a, w, quant = operands.a, operands.w, scheme.activation
+    dtype, size = a.dtype if quant is None else quant.dtype, w.dtype.itemsize
+    scales = (operands.w_scale, operands.a_scale if a.dtype == dtype else None)
+    expert, row, unit = w.strides
+    whole = expert * size % 16 == row * size % 16 == w.address == 0
+    if operands.expert_order and not operands.activation:
+        whole &= a.strides[0] * size % 16 == a.address == 0
+    whole &= all(x is None or x.dtype == torch.float32 for x in scales)
+    return w.dtype in BOX_DTYPES and dtype == w.dtype and unit == 1 and whole

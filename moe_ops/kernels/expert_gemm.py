@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.problem import GemmProblem, dense_problem
 from moe_ops.fake_impls.expert_gemm import expert_matmul as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_matmul_add as check_target
 from moe_ops.kernels._gemm.operands import GemmOperands
@@ -28,18 +27,11 @@ def expert_matmul(
 ) -> Tensor:
     """Run the kernel that `plan_gemm` chooses, or the kernel of a given ``config``."""
     how = (top_k, activation, expert_order, batch_invariant)
-
-    def prepare() -> tuple[Tensor, GemmProblem]:
-        out = empty_rows(a, w, bias, topk_weights, tiles, *how)
-        problem = dense_problem(
-            a, w, tiles, top_k, activation,
-            weighted=topk_weights is not None, expert_order=expert_order,
-            batch_invariant=batch_invariant,
-        )  # fmt: skip
-        return out, problem
-
     return call_gemm(
-        GemmOperands(a, w, tiles, bias, topk_weights), ("expert_matmul", *how), prepare, config
+        GemmOperands(a, w, tiles, bias, topk_weights),
+        ("expert_matmul", *how),
+        lambda: empty_rows(a, w, bias, topk_weights, tiles, *how),
+        config,
     )
 
 
@@ -56,12 +48,9 @@ def expert_matmul_add(
     """Run the portable kernel, whose programs each add to a tile of ``out``."""
     how = (top_k, batch_invariant)
 
-    def prepare() -> tuple[Tensor, GemmProblem]:
+    def checked() -> Tensor:
         check_target(a, w, topk_weights, tiles, *how, out=out)
-        weighted = topk_weights is not None
-        given = {"weighted": weighted, "batch_invariant": batch_invariant}
-        problem = dense_problem(a, w, tiles, top_k, **given)
-        return out, problem._replace(boxes=False, adds=True)
+        return out
 
     settings = ("expert_matmul_add", *how, out.shape, out.stride(), out.dtype)
-    call_gemm(GemmOperands(a, w, tiles, None, topk_weights), settings, prepare, out=out)
+    call_gemm(GemmOperands(a, w, tiles, None, topk_weights), settings, checked, out=out)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.early import EARLY
-from moe_ops.dispatch.problem import GemmProblem, dense_problem, scaled_problem, sum_problem
 from moe_ops.fake_impls.gemm_sum import gemm_sum as empty_tokens
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.run import call_gemm
@@ -29,21 +28,7 @@ def gemm_sum(
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     how = (scheme, out_dtype, expert_order, batch_invariant)
-
-    def prepare() -> tuple[Tensor, GemmProblem]:
-        call = (a, a_scale, w, w_scale, bias, topk_weights, tiles, *how)
-        out = empty_tokens(*call, w_global_scale)
-        if w_scale is None:
-            gemm = dense_problem(
-                a, w, tiles, 1, expert_order=expert_order, batch_invariant=batch_invariant
-            )
-        else:
-            gemm = scaled_problem(
-                a, a_scale, w, w_scale, tiles, 1, scheme,
-                out_dtype=out_dtype, batch_invariant=batch_invariant,
-            )  # fmt: skip
-        return out, sum_problem(gemm, topk_weights is not None, out.element_size())
-
+    call = (a, a_scale, w, w_scale, bias, topk_weights, tiles, *how, w_global_scale)
     scales = (a_scale, w_scale, None, w_global_scale)
     given = GemmOperands(a, w, tiles, bias, topk_weights, *scales, EARLY.get())
-    return call_gemm(given, ("gemm_sum", *how), prepare)
+    return call_gemm(given, ("gemm_sum", *how), lambda: empty_tokens(*call))

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.problem import GemmProblem, scaled_problem
 from moe_ops.fake_impls.scaled_gemm import scaled_matmul as empty_rows
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.run import call_gemm
@@ -31,14 +30,10 @@ def scaled_matmul(
 ) -> Tensor:
     """Run the kernel that `plan_gemm` chooses; rows are quantized before the kernel or in it."""
     how = (top_k, scheme, out_dtype, activation, batch_invariant)
-
-    def prepare() -> tuple[Tensor, GemmProblem]:
-        out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, tiles, *how)
-        rows = (a, a_scale, w, w_scale, tiles, top_k, scheme, activation)
-        invariant = {"batch_invariant": batch_invariant}
-        return out, scaled_problem(*rows, out_dtype=out_dtype, **invariant)
-
     scales = (a_scale, w_scale, None, w_global_scale)
     return call_gemm(
-        GemmOperands(a, w, tiles, bias, None, *scales), ("scaled_matmul", *how), prepare, config
+        GemmOperands(a, w, tiles, bias, None, *scales),
+        ("scaled_matmul", *how),
+        lambda: empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, tiles, *how),
+        config,
     )

@@ -9,14 +9,15 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.gemm_plan import GemmPlan, plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.problem import layer_problem, sizes_of
+from moe_ops.dispatch.operands import layer_operands
+from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import BY_EXPERT, rule_of
-from moe_ops.dispatch.tiles import Gemm
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.pipeline.packing import serves_packed
 from moe_ops.scheme import Scheme
+from moe_ops.tensors import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _plans(
     if device is None or fused is None:
         return None
     hidden, width = config.hidden_dim, config.intermediate_size
-    num_experts, itemsize = config.num_local_experts, config.in_dtype.itemsize
+    num_experts, dtype = config.num_local_experts, config.in_dtype
     top_k, slots = config.experts_per_token, num_tokens * config.experts_per_token
     tokens: int | None = num_tokens
     most = config.max_num_tokens
@@ -156,18 +157,20 @@ def _plans(
         top_k, tokens = 1, None
     activation = kind_and_key(config.activation)[1] if fused else ""
     arch = device.arch if tokens is not None else BY_EXPERT
-    rule = rule_of(scheme.key, itemsize, arch, device.row_tile, config.batch_invariant)
+    rule = rule_of(scheme.key, dtype.itemsize, arch, device.row_tile, config.batch_invariant)
     gates = 2 if config.is_act_and_mul else 1
-    first = sizes_of(slots, (num_experts, gates * width, hidden), itemsize, rule, activation)
-    second = sizes_of(slots, (num_experts, hidden, width), itemsize, rule, "")
 
-    def plan(sizes: Gemm, activation: str, top_k: int) -> GemmPlan:
-        # In the Batched format, a per-tensor scale is one scale per expert.
-        shape = (sizes.num_experts, sizes.halves * sizes.n, sizes.k)
-        packed = serves_packed(shape, scheme, config.in_dtype, device, config.batch_invariant)
-        problem = layer_problem(sizes, scheme, activation, tokens, top_k, packed=packed)
-        if most is not None and problem.shared_scale and num_experts > 1:
-            problem = problem._replace(expert_scales=True, shared_scale=False)
-        return plan_gemm(problem, device)
+    def plan(n: int, k: int, activation: str, top_k: int) -> GemmPlan:
+        shape = (num_experts, n, k)
+        packed = serves_packed(shape, scheme, dtype, device, config.batch_invariant)
+        operands = layer_operands(
+            shape, scheme, dtype, rule, slots,
+            num_tokens=tokens, top_k=top_k, activation=activation, packed=packed,
+        )  # fmt: skip
+        if most is not None and operands.a_scale is not None:
+            scales = scheme.quants[0].batched_scale_shape(num_experts, most, k)
+            scale = TensorSpec.contiguous(operands.a_scale.dtype, *scales)
+            operands = operands._replace(a_scale=scale)
+        return plan_gemm(problem_of(operands), device)
 
-    return plan(first, activation, top_k), plan(second, "", 1)
+    return plan(gates * width, hidden, activation, top_k), plan(hidden, width, "", 1)

@@ -14,7 +14,8 @@ from moe_ops import ops
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.early import EARLY
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.problem import layer_problem, sizes_of, sums_one_token
+from moe_ops.dispatch.operands import layer_operands, sums_one_token
+from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.pipeline.row_spaces import (
@@ -130,9 +131,11 @@ def _quantizes(
         return each_slot or not always(sure(tokens) * k > direct_slots(space.num_local_experts))
     rule = tile_rule(scheme.key, x.dtype, x.device)
     shape = (*weight.data.shape[:2], x.shape[1])
-    sizes = sizes_of(slots, shape, x.itemsize, rule, activation)
-    problem = layer_problem(sizes, scheme, activation, tokens, top_k, packed=packed)
-    plan = plan_gemm(problem, device_facts(x.device))
+    operands = layer_operands(
+        shape, scheme, x.dtype, rule, slots,
+        num_tokens=tokens, top_k=top_k, activation=activation, packed=packed,
+    )  # fmt: skip
+    plan = plan_gemm(problem_of(operands), device_facts(x.device))
     return plan.quantizes_rows and (not plan.packed_rows or len(x) == slots)
 
 

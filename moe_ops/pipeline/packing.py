@@ -9,7 +9,8 @@ from moe_ops.dispatch.blackwell import is_block_scaled
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import decodes
-from moe_ops.dispatch.problem import layer_problem, sizes_of
+from moe_ops.dispatch.operands import layer_operands
+from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.pipeline.layer_checks import known_arch
 from moe_ops.scheme import Scheme, exact_fp8_scheme, min_capability, packs
@@ -29,7 +30,7 @@ def reads_packed(
     if scheme.weight is None or known_arch(w.device) is None:
         return False
     experts, n, width = w.shape
-    shape = (experts, n, width * scheme.weight.numbers_per_entry(w.dtype))
+    shape = (experts, n, width * scheme.numbers_per_entry(w.dtype))
     return serves_packed(shape, scheme, dtype, device_facts(w.device), batch_invariant)
 
 
@@ -46,11 +47,10 @@ def serves_packed(
     """
     if not packs(scheme, *shape[1:]) or not decodes(scheme, dtype):
         return False
-    size = dtype.itemsize
-    rule = rule_of(scheme.key, size, device.arch, device.row_tile, batch_invariant)
-    sizes = sizes_of(1, shape, size, rule, "")
+    rule = rule_of(scheme.key, dtype.itemsize, device.arch, device.row_tile, batch_invariant)
+    operands = layer_operands(shape, scheme, dtype, rule, 1, packed=True)
     try:
-        plan_gemm(layer_problem(sizes, scheme, "", None, 1, packed=True), device)
+        plan_gemm(problem_of(operands), device)
     except NotImplementedError:
         return False
     return True

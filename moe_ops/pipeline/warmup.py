@@ -12,7 +12,8 @@ from moe_ops import checks, ops
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.problem import GemmProblem, layer_problem, sizes_of
+from moe_ops.dispatch.operands import layer_operands
+from moe_ops.dispatch.problem import GemmProblem, problem_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import MANY_TOKENS, few_tokens, is_direct, scan_sizes
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
@@ -120,19 +121,18 @@ class Variants(NamedTuple):
         """The problems of both GEMMs, with and without tensors that TMA can read."""
         num_experts, rows, _ = self.w1.shape
         _, hidden, width = self.w2.shape
-        weight = self.scheme.weight
-        width *= 1 if weight is None else weight.numbers_per_entry(self.w2.dtype)
+        width *= self.scheme.numbers_per_entry(self.w2.dtype)
         rule = tile_rule(self.scheme.key, self.dtype, self.w1.device, self.batch_invariant)
         for w, shape, activation, top_k in (
             (self.w1, (num_experts, rows, hidden), self.activation, self.top_k),
             (self.w2, (num_experts, hidden, width), "", 1),
         ):
-            slots, itemsize = num_tokens * self.top_k, self.dtype.itemsize
-            sizes = sizes_of(slots, shape, itemsize, rule, activation)
             # References take any form, though kernels are planned for an assumed GPU.
             packed = w.is_cuda and is_packed(w)
-            arguments = (sizes, self.scheme, activation, num_tokens, top_k)
-            problem = layer_problem(*arguments, packed=packed)
+            problem = problem_of(layer_operands(
+                shape, self.scheme, self.dtype, rule, num_tokens * self.top_k,
+                num_tokens=num_tokens, top_k=top_k, activation=activation, packed=packed,
+            ))  # fmt: skip
             if packed:
                 yield problem  # no other kernel reads it
             else:

@@ -29,8 +29,8 @@ def expert_dgrad(
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     known = get_scheme(scheme)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    each = 0 if known.weight is None else known.weight.numbers_per_entry(w.dtype)
-    turned = a.new_empty(()).expand(len(w), each * w.shape[2], w.shape[1])
+    k = w.shape[2] * known.numbers_per_entry(w.dtype)
+    turned = a.new_empty(()).expand(len(w), k, w.shape[1])
 
     def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
         weight = dequantize_weight(one_expert(stored, expert), known, a.dtype)[0].float()

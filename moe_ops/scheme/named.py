@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import torch
+
 from moe_ops import checks
 from moe_ops.scheme.limits import Refusal, dequantizes_both, refusal
 from moe_ops.scheme.values import ELEMENTS, SCALE_BITS, WHOLE, Group, Quant, parse_quant
@@ -168,6 +170,10 @@ class Scheme:
         if self.weight is None or WHOLE in self.weight.group or self.weight.group.rows == 1:
             return None
         return list(self.weight.group)
+
+    def numbers_per_entry(self, dtype: torch.dtype) -> int:
+        """Numbers per entry of a weight with this dtype; 1 if weights are not quantized."""
+        return 1 if self.weight is None else self.weight.numbers_per_entry(dtype)
 
     def weight_bits(self, n: int, k: int) -> float:
         """Bits per weight of an ``(N, K)`` expert, with all scales but one of the whole weight."""

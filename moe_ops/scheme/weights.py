@@ -25,7 +25,7 @@ from moe_ops.scheme.values import (
     WHOLE,
     Quant,
 )
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import QTensor, TensorSpec
 
 
 def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
@@ -184,7 +184,7 @@ def halves(scale: Tensor, n: int) -> Tensor:
     return scale.repeat_interleave(n // scale.shape[1], 1)
 
 
-def rows_per_scale(scale: Tensor, quant: Quant, n: int) -> int:
+def rows_per_scale(scale: Tensor | TensorSpec, quant: Quant, n: int) -> int:
     """Number of a weight's ``n`` rows that share a scale: all, half (w1), one or a block's rows."""
     if quant.group.cols == WHOLE:
         return n // (scale.numel() // scale.shape[0])

@@ -45,14 +45,17 @@ from moe_ops.dispatch.hopper_decode import (
     many_tiles,
     with_stages,
 )
+from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.portable import shared_bytes
-from moe_ops.dispatch.problem import GemmProblem, layer_problem
+from moe_ops.dispatch.problem import GemmProblem, problem_of
 from moe_ops.dispatch.row_tiles import rule_of
-from moe_ops.dispatch.tiles import ROW_TILES, Gemm, load_class
+from moe_ops.dispatch.tiles import ROW_TILES, load_class
 from moe_ops.dispatch.tuned_file import Sizes, file_name, scaled_group, written
 from moe_ops.pipeline.packing import serves_packed
 from moe_ops.scheme import Quant, Scheme
 
+DTYPE = torch.bfloat16
+"""Dtype of the rows."""
 DIMENSIONS = ("block_n", "ctas", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
 """The order in which fields are tried; twice, if the first round found anything."""
 GROUPS = (1, 8, 32)
@@ -131,23 +134,23 @@ class Subject:
         """The rows-per-expert bucket of a number of tokens."""
         return load_class(num_tokens * self.top_k, self.sizes[0])
 
-    def _gemm(self, num_tokens: int, which: int) -> Gemm:
+    def _weight(self, which: int) -> tuple[int, int, int]:
         experts, width, hidden = self.sizes
-        n, k, halves = (width, hidden, 2) if which == 1 else (hidden, width, 1)
-        rule = rule_of(self.scheme.key, 2, self.device.arch, self.device.row_tile, False)
-        return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, rule)
+        return (experts, 2 * width, hidden) if which == 1 else (experts, hidden, width)
 
     def packed(self, which: int) -> bool:
         """Whether the weight of GEMM 1 or 2 is packed."""
-        experts, width, hidden = self.sizes
-        shape = (experts, 2 * width, hidden) if which == 1 else (experts, hidden, width)
-        return serves_packed(shape, self.scheme, torch.bfloat16, self.device, False)
+        return serves_packed(self._weight(which), self.scheme, DTYPE, self.device, False)
 
     def problem(self, num_tokens: int, which: int) -> GemmProblem:
         """GEMM 1 or 2 of the layer."""
-        gemm, packed = self._gemm(num_tokens, which), self.packed(which)
         activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
-        return layer_problem(gemm, self.scheme, activation, num_tokens, top_k, packed=packed)
+        facts = self.device.arch, self.device.row_tile
+        rule = rule_of(self.scheme.key, DTYPE.itemsize, *facts, False)
+        return problem_of(layer_operands(
+            self._weight(which), self.scheme, DTYPE, rule, num_tokens * self.top_k,
+            num_tokens=num_tokens, top_k=top_k, activation=activation, packed=self.packed(which),
+        ))  # fmt: skip
 
     def has_tiles(self, num_tokens: int) -> bool:
         """Whether tiles that a file can set serve a GEMM of so many tokens."""
@@ -191,7 +194,7 @@ class Subject:
     def allows(self, trial: Trial) -> bool:
         """Whether a trial's tiles fit the scheme's groups, shared memory and registers."""
         tokens, which, tiles = trial
-        gemm, bits = stored_gemm(self._gemm(tokens, which), self.scheme)
+        gemm, bits = stored_gemm(self.problem(tokens, which).sizes, self.scheme)
         if isinstance(tiles, HopperTiles) and decodes_weights(tiles):
             fits = decode_unfit(tiles, gemm, self._quant, self.device) is None
             return fits and tiles.num_stages <= FEW_STAGES
@@ -232,7 +235,7 @@ class Subject:
             found = [replace(tiles, ctas=n) for n in counts if n != tiles.ctas]
             found = [with_stages(t, self._quant, self.device) for t in found]
         elif size == "block_n" and not decoding:
-            gemm, _ = stored_gemm(self._gemm(trial.num_tokens, 1), self.scheme)
+            gemm, _ = stored_gemm(self.problem(trial.num_tokens, 1).sizes, self.scheme)
             wide = widths(tiles.kernel, tiles.block_m, gemm.itemsize)
             found = [replace(tiles, block_n=n) for n in wide if n != tiles.block_n]
             found = [replace(t, num_stages=most_stages(t, self.device)) for t in found]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import problem_of_call, problem_of_layer
 
 import moe_ops
 from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
@@ -19,7 +20,7 @@ from moe_ops.dispatch.gemm_plan import (
 )
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
-from moe_ops.dispatch.problem import EACH, STORED, layer_problem, sizes_of, stored_problem
+from moe_ops.dispatch.problem import EACH, STORED
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import TileConfig, one_row_tile
 from moe_ops.pipeline.devices import TARGETS
@@ -33,12 +34,14 @@ def problems(scheme, tokens, facts=HOPPER, batch_invariant=False, packed=False):
     """Both GEMMs of a layer."""
     known = moe_ops.get_scheme(scheme)
     rule = rule_of(scheme, 2, facts.arch, facts.row_tile, batch_invariant)
-    first = sizes_of(tokens * K, (E, 2 * I, H), 2, rule, "silu")
-    second = sizes_of(tokens * K, (E, H, I), 2, rule, "")
-    return (
-        layer_problem(first, known, "silu", tokens, K, packed=packed),
-        layer_problem(second, known, "", tokens, 1, packed=packed),
-    )
+    layer = (((E, 2 * I, H), K, "silu"), ((E, H, I), 1, ""))
+    return [
+        problem_of_layer(
+            weight, known, rule, tokens * K,
+            num_tokens=tokens, top_k=top_k, activation=activation, packed=packed,
+        )
+        for weight, top_k, activation in layer
+    ]  # fmt: skip
 
 
 def kernels(*arguments, **options):
@@ -170,9 +173,11 @@ def test_stages_of_computed_operands_on_blackwell():
 def test_numbers_of_packed_rows():
     """K counts numbers; rows of 4 bits have two in an entry."""
     rows, w = torch.zeros(3, 32, dtype=torch.uint8), torch.zeros(2, 8, 32, dtype=torch.uint8)
-    problem = stored_problem(rows, w, (None, None, None), 1, "nvfp4")
+    given = {"w": w, "w_scale": torch.ones(2, 8, 4), "tiles": [None] * 3}
+    problem = problem_of_call("scaled_matmul", a=rows, scheme="nvfp4", **given)
     assert problem.weight == (2, 8, 64)
-    problem = stored_problem(rows.bfloat16(), w, (None, None, None), 1, "mxfp4_w4a16")
+    given["w"] = w[:, :, :16]
+    problem = problem_of_call("weight_only_matmul", a=rows.half(), scheme="mxfp4_w4a16", **given)
     assert problem.weight == (2, 8, 32)
 
 

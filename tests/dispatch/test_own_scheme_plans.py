@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from modular import layer_config
 from own_schemes import OWN, E, H, I, K, each, name_of
+from planning import problem_of_layer
 from plans import planned
 from strategies import schemes
 from tables import every_row
@@ -17,19 +18,22 @@ import moe_ops
 from moe_ops import SCHEMES, Scheme, get_scheme, ops, quantize_weight
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.problem import layer_problem
 from moe_ops.dispatch.row_tiles import HOPPER, rule_of
-from moe_ops.dispatch.tiles import Gemm
 from moe_ops.dispatch.tuned_file import SPELLED, file_name, parse
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.testing import Problem, make_inputs
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Subject
 
+QWEN3 = (128, 1536, 2048)
+"""The first weight of a layer of Qwen3-30B-A3B."""
 
-def rule(scheme, facts):
-    """The rule that gives the plan of a routing its row tile."""
-    return rule_of(scheme.key, 2, facts.arch, None, False)
+
+def first(weight, scheme, facts, tokens, top_k=K, **how):
+    """The first GEMM of a gated layer."""
+    rule = rule_of(scheme.key, 2, facts.arch, None, False)
+    how |= {"num_tokens": tokens, "top_k": top_k, "activation": "silu"}
+    return problem_of_layer(weight, scheme, rule, top_k * tokens, **how)
 
 
 @pytest.mark.kernel
@@ -61,8 +65,7 @@ def test_plans_follow_the_meaning(scheme, device):
     """A kernel that takes the formats; registered schemes' own kernels only by meaning."""
     facts = TARGETS[device].facts
     for tokens in (1, 64, 4096):
-        sizes = Gemm(K * tokens, E, 128, 256, 2, 2, rule(scheme, facts))
-        problem = layer_problem(sizes, scheme, "silu", tokens, K)
+        problem = first((E, 256, 256), scheme, facts, tokens)
         assert problem.scheme == scheme.key
         kernel = plan_gemm(problem, facts).kernel
         dequantizes = scheme.activation is None or scheme.decoded
@@ -74,9 +77,9 @@ def test_hoppers_kernels_read_floats_as_scales():
     known, facts = get_scheme("fp8_block128"), TARGETS["sm_90"].facts
     for scale, hopper in (("float32", True), ("pow2", True), ("e8m0", False), ("input", False)):
         scheme = Scheme("fp8_block128", known.activation, replace(known.weight, scale=scale))
-        sizes = Gemm(8 * 4096, 128, 768, 2048, 2, 2, rule(scheme, facts))
-        plan = plan_gemm(layer_problem(sizes, scheme, "silu", 4096, 8), facts)
-        assert plan.kernel.startswith("hopper") == (sizes.rule is HOPPER[1]) == hopper
+        problem = first(QWEN3, scheme, facts, 4096, 8)
+        plan = plan_gemm(problem, facts)
+        assert plan.kernel.startswith("hopper") == (problem.sizes.rule is HOPPER[1]) == hopper
 
 
 def test_a_registered_meaning_has_a_registered_plan():
@@ -88,11 +91,7 @@ def test_a_registered_meaning_has_a_registered_plan():
         known, facts = get_scheme(name), TARGETS[device].facts
         mine = Scheme("mine", known.activation, known.weight)
         for tokens in (1, 4096):
-            sizes = [Gemm(8 * tokens, 128, 768, 2048, 2, 2, rule(s, facts)) for s in (mine, known)]
-            plans = [
-                plan_gemm(layer_problem(gemm, s, "silu", tokens, 8), facts)
-                for gemm, s in zip(sizes, (mine, known), strict=True)
-            ]
+            plans = [plan_gemm(first(QWEN3, s, facts, tokens, 8), facts) for s in (mine, known)]
             assert plans[0] == plans[1]
 
 
@@ -126,12 +125,11 @@ def test_tuned_under_its_key(scheme, tmp_path, monkeypatch):
     assert layer.scheme == scheme.key and layer.file == subject.file
     assert re.fullmatch(r"[\w=,.+@-]+", layer.file, re.ASCII)
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([layer]))
-    gemm = Gemm(64 * K, E, I, H, 2, 2, rule(scheme, facts))
-    packed = subject.packed(1)  # whose kernels have one number of weight rows
-    plan = plan_gemm(layer_problem(gemm, scheme, "silu", 64, K, packed=packed), facts)
+    weight, packed = (E, 2 * I, H), subject.packed(1)  # kernels have one number of weight rows
+    plan = plan_gemm(first(weight, scheme, facts, 64, packed=packed), facts)
     assert plan.source == f"tuned ({layer.file})" and (packed or plan.config.block_n == 32)
     if scheme.name in SCHEMES:
-        other = layer_problem(gemm, get_scheme(scheme.name), "silu", 64, K)
+        other = first(weight, get_scheme(scheme.name), facts, 64)
         assert "tuned" not in plan_gemm(other, facts).source
 
 

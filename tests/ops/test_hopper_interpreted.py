@@ -14,6 +14,7 @@ from gemm_rows import exact_rows, exact_scaled_rows, numbers  # noqa: E402
 from gluon_interpreter import interpreted  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from planning import problem_of_call
 from plans import planned, row_tile, whole_numbers  # noqa: E402
 
 from moe_ops import get_scheme, quantize_weight
@@ -22,7 +23,6 @@ from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KERNELS as HOPPERS
 from moe_ops.dispatch.hopper import HopperTiles, most_stages, widths
-from moe_ops.dispatch.problem import dense_problem, scaled_problem
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.gemm import HopperGemm
 from moe_ops.reference.expert_gemm import expert_matmul
@@ -63,7 +63,8 @@ def check(problem, scheme, activation, tiles):
         plan = planned(ids, expert_map, len(w), scheme)
         if quant is None:
             rows = exact_rows(x, w, bias, None, ids, k, expert_map)
-            gemm = dense_problem(x, w, [*plan], k, activation)
+            how = {"top_k": k, "activation": activation}
+            gemm = problem_of_call("expert_matmul", a=x, w=w, tiles=plan, **how)
             expected = expert_matmul(x, w, bias, None, [*plan], k, activation)
             operands = GemmOperands(x, w, plan, bias)
         else:
@@ -73,7 +74,9 @@ def check(problem, scheme, activation, tiles):
             stored = numbers(data, scale, scheme, k)
             rows = exact_scaled_rows(stored, q.data, q.scale, bias, of_slots, scheme)
             call = (data, scale, q.data, q.scale)
-            gemm = scaled_problem(*call, [*plan], k, scheme, activation)
+            how = {"top_k": k, "scheme": scheme, "activation": activation}
+            rows_and_scale = {"a": data, "a_scale": scale, "w": q.data, "w_scale": q.scale}
+            gemm = problem_of_call("scaled_matmul", **rows_and_scale, tiles=plan, **how)
             rest = (None, bias, [*plan], k, scheme, x.dtype, activation)
             expected = scaled_matmul(*call, *rest)
             operands = GemmOperands(data, q.data, plan, bias, None, scale, q.scale)
@@ -111,7 +114,10 @@ def test_long_sums_of_integers_are_exact(tiles):
     scale, w_scale = torch.ones(9, 1), torch.ones(3, 72, 1)
     with row_tile(config.block_m, NO_GPU, portable_only=False):
         plan = planned(ids, None, 3, "int8_channel")
-        gemm = scaled_problem(a, scale, w, w_scale, [*plan], 1, "int8_channel")
+        gemm = problem_of_call(
+            "scaled_matmul", a=a, a_scale=scale, w=w, w_scale=w_scale, tiles=plan,
+            scheme="int8_channel", out_dtype=torch.float32,
+        )  # fmt: skip
         operands = GemmOperands(a, w, plan, None, None, scale, w_scale)
         out = run(gemm, config, operands, torch.empty(9, 72))
     exact = (w.long()[ids.flatten()] * a.long()[:, None]).sum(2)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import HALF, OWN_ROWS, SERVED
 from pairwise import half_exhaustive
+from planning import problem_of_call
 from plans import ids_of, partly_full, planned, row_tile
 from strategies import ACTIVATIONS
 
@@ -22,7 +23,6 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU, assumed, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import DECODE_SLOT, DECODING
-from moe_ops.dispatch.problem import stored_problem
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import weight_only_gemm as reference
 from moe_ops.reference.slots import local_experts
@@ -51,7 +51,10 @@ def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
     out = torch.full_like(out, torch.nan)
     if len(out) == 0:
         return out  # nothing is launched
-    problem = stored_problem(x, q.data, tiles, k, scheme, activation)._replace(boxes=True)
+    problem = problem_of_call(
+        "weight_only_matmul", a=x, w=q.data, w_scale=q.scale, tiles=tiles,
+        top_k=k, scheme=scheme, activation=activation, boxes=True,
+    )  # fmt: skip
     plan = plan_gemm(problem, device_facts(x.device))
     assert plan.kernel in DECODING
     operands = GemmOperands(x, q.data, tiles, bias, weights, None, *q[1:])

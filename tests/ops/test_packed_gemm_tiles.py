@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import exact_rows
+from planning import problem_of_call
 from plans import ids_of, on, planned, row_tile
 
 from moe_ops import dequantize_weight, pack_weight, quantize_weight
@@ -11,7 +12,6 @@ from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY
-from moe_ops.dispatch.problem import stored_problem
 from moe_ops.reference import weight_only_gemm as reference
 from moe_ops.testing import assert_matches_reference
 
@@ -32,7 +32,8 @@ def matmul(x, q, tiles, scheme, config):
         call = [None if t is None else t.cuda() for t in (x, *q, None, None)]
         return weight_only_matmul(*call, [*on(tiles, "cuda")], 1, scheme, config=config).cpu()
     out = torch.full((len(x), q.data.shape[1]), torch.nan, dtype=x.dtype)
-    problem = stored_problem(x, q.data, tiles, 1, scheme)._replace(boxes=True)
+    call = {"a": x, "w": q.data, "w_scale": q.scale, "tiles": tiles, "scheme": scheme}
+    problem = problem_of_call("weight_only_matmul", **call, boxes=True)
     plan = plan_gemm(problem, NO_GPU, config=config)
     with interpreted(5):
         DecodeGemm(problem, plan)(out, GemmOperands(x, q.data, tiles, None, None, None, *q[1:]))

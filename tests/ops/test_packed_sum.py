@@ -11,13 +11,13 @@ from graphs import capture
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import HALF, SERVED, random_weight
+from planning import problem_of_call
 from sum_calls import one_token
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import DECODE_SUM
-from moe_ops.dispatch.problem import stored_problem, sum_problem
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts
 from moe_ops.reference.weight_only_gemm import weight_only_sum as reference
@@ -38,8 +38,10 @@ def summed(h, q, bias, weights, tiles, scheme):
     """The operator's result; in the interpreter, that of Hopper's kernel."""
     if not INTERPRETED:
         return ops.weight_only_sum(*on_device((h, *q, bias, weights, tiles, scheme))).cpu()
-    problem = stored_problem(h, q.data, tiles, 1, scheme)._replace(boxes=True)
-    problem = sum_problem(problem, weights is not None, h.itemsize)
+    problem = problem_of_call(
+        "weight_only_sum", a=h, w=q.data, w_scale=q.scale, topk_weights=weights, tiles=tiles,
+        scheme=scheme, boxes=True,
+    )  # fmt: skip
     plan = plan_gemm(problem, NO_GPU)
     assert plan.kernel == DECODE_SUM
     out = torch.full((1, q.data.shape[1]), torch.nan, dtype=h.dtype)

@@ -11,13 +11,13 @@ from gemm_rows import exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import UNDER_FP8
+from planning import problem_of_call
 from sum_calls import one_token
 
 from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import DECODE_SUM
-from moe_ops.dispatch.problem import stored_problem, sum_problem
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.gemm_sum import gemm_sum as reference
 from moe_ops.reference.slots import local_experts
@@ -43,8 +43,10 @@ def summed(rows, q, bias, weights, tiles, scheme, dtype=BF16):
         *head, factor = (None if t is None else t.to(device) for t in (*head, q.global_scale))
         tiles = [None if t is None else t.to(device) for t in tiles]
         return ops.gemm_sum(*head, tiles, scheme, dtype, w_global_scale=factor).cpu()
-    problem = stored_problem(rows[0], q.data, tiles, 1, scheme, out_dtype=dtype)
-    problem = sum_problem(problem._replace(boxes=True), weights is not None, 2)
+    problem = problem_of_call(
+        "gemm_sum", a=rows[0], a_scale=rows[1], w=q.data, w_scale=q.scale, topk_weights=weights,
+        tiles=tiles, scheme=scheme, out_dtype=dtype, boxes=True,
+    )  # fmt: skip
     plan = plan_gemm(problem, NO_GPU)
     assert plan.kernel == DECODE_SUM and plan.quantizes_rows == (rows[1] is None)
     out = torch.full((1, q.data.shape[1]), torch.nan, dtype=dtype)

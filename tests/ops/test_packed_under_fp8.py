@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import UNDER_FP8
 from pairwise import half_exhaustive
+from planning import problem_of_call
 from plans import ids_of, partly_full, planned, row_tile
 from strategies import ACTIVATIONS
 
@@ -23,7 +24,6 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import DECODE_SLOT, DECODING
-from moe_ops.dispatch.problem import stored_problem
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
@@ -54,8 +54,10 @@ def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, progra
     out = torch.full_like(reference.scaled_matmul(*head, [*tiles], *tail), torch.nan)
     if len(out) == 0:
         return out  # nothing is launched
-    problem = stored_problem(rows[0], q.data, tiles, k, scheme, activation, out_dtype=dtype)
-    problem = problem._replace(boxes=True)
+    problem = problem_of_call(
+        "scaled_matmul", a=rows[0], a_scale=rows[1], w=q.data, w_scale=q.scale, tiles=tiles,
+        top_k=k, scheme=scheme, activation=activation, out_dtype=dtype, boxes=True,
+    )  # fmt: skip
     plan = plan_gemm(problem, NO_GPU)
     assert plan.kernel in DECODING
     assert plan.quantizes_rows == (rows[1] is None)

@@ -6,6 +6,7 @@ from expert_order import check_both_orders, places
 from gemm_rows import compare, exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import problem_of_call
 from plans import ids_of, planned, row_tile
 from strategies import topk_ids
 from tuned_entries import entry, own, record
@@ -19,7 +20,6 @@ from moe_ops.dispatch.device import device_facts, plain_name, row_tile_facts
 from moe_ops.dispatch.gemm_plan import BufferSpec, plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
 from moe_ops.dispatch.portable import gemm_tiles
-from moe_ops.dispatch.problem import dense_problem
 from moe_ops.dispatch.row_tiles import HOPPER, PORTABLE
 from moe_ops.dispatch.tile_plan import first_rows, split_tiles, unpack_plan
 from moe_ops.dispatch.tiles import (
@@ -222,8 +222,9 @@ def test_a_plan_for_portable_kernels(known, rows, monkeypatch):
     x, w, _, _, ids = inputs_of([500, 524] * 4, 256, 512, "cpu")
     with row_tile(192, H200):
         plan = plan_slots(ids, None, 8, *DENSE)
-        problem = dense_problem(x, w, [plan, ids if known else None, None], 2)
-        found = plan_gemm(problem._replace(boxes=False), H200)
+        tiles = [plan, ids if known else None, None]
+        problem = problem_of_call("expert_matmul", a=x, w=w, tiles=tiles, top_k=2, boxes=False)
+        found = plan_gemm(problem, H200)
     assert found.config.block_m == rows
     entries = plan_sizes(ids.numel(), 8, one_row_tile(128)).entries
     assert found.scratch == ((BufferSpec("plan", 4 * entries),) if known else ())

@@ -6,13 +6,13 @@ import pytest
 import torch
 from modular import build_experts, build_prepare
 from packed_weights import MORE, PACKABLE, UNDER_FP8
+from planning import problem_of_call
 from plans import planned
 
 import moe_ops
 from moe_ops import FusedMoEQuantConfig, ops, pack_weight, packs, quantize_weight
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.problem import stored_problem
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.gemms import quantized
@@ -225,10 +225,13 @@ def test_operator_refuses(which, change, error, message):
 def test_plans(target, batch_invariant):
     """No portable kernel takes the packed form."""
     facts = TARGETS[target].facts._replace(portable_only=True)
-    a, w, *_, tiles, top_k, scheme = operator_call()
-    problem = stored_problem(a, w, tiles, top_k, scheme, batch_invariant=batch_invariant)
+    a, w, w_scale, *_, tiles, top_k, scheme = operator_call()
+    call = {"a": a, "w_scale": w_scale, "tiles": tiles, "top_k": top_k, "scheme": scheme}
+    call["batch_invariant"] = batch_invariant
+    problem = problem_of_call("weight_only_matmul", w=w, **call)
     assert problem.packed and problem.weight == (3, 128, 192)
-    assert not stored_problem(a, w.view(torch.uint8), tiles, top_k, scheme).packed
+    plain = problem_of_call("weight_only_matmul", w=w.view(torch.uint8), **call)
+    assert not plain.packed and plain.weight == problem.weight
     message = f"w must be in the plain form .*sm_{facts.arch}, got {scheme} in the packed form"
     with pytest.raises(NotImplementedError, match=message):
         plan_gemm(problem, facts)

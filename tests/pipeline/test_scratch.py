@@ -1,5 +1,7 @@
 """What `workspace_nbytes` plans is what the launchers plan, whatever dtypes the operands have."""
 
+from collections import Counter
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -9,11 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from pairwise import cover
+from planning import problem_of_call as described
+from planning import problem_of_layer
+
 import moe_ops
 from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.problem import layer_problem, sizes_of, stored_problem
-from moe_ops.dispatch.row_tiles import tile_rule
+from moe_ops.dispatch.operands import SETTINGS
+from moe_ops.dispatch.row_tiles import gemm_rule, tile_rule
+from moe_ops.dispatch.tiles import plan_sizes
 from moe_ops.kernels._gemm import run
 from moe_ops.ops import STAGES
 from moe_ops.pipeline.devices import TARGETS
@@ -21,6 +28,8 @@ from moe_ops.pipeline.scratch import problem_of_call, scratch_sizes
 from moe_ops.scheme import (
     SCHEMES,
     FusedMoEQuantConfig,
+    exact_fp8_scheme,
+    get_scheme,
     is_packed,
     pack_weight,
     packs,
@@ -34,13 +43,13 @@ BF16, FLOATS = torch.bfloat16, (torch.bfloat16, torch.float16, torch.float32)
 H200 = TARGETS["sm_90"].facts
 
 
-def launched_problem(name, arguments):
+def launched_problem(name, arguments, keywords):
     """The problem of an operator's launcher, which launches nothing."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_ready", lambda problem, *rest: (found.append(problem), None))
         patch.setattr(run, "PREPARED", {})
-        getattr(import_module(f"moe_ops.kernels.{STAGES[name]}"), name)(*arguments)
+        getattr(import_module(f"moe_ops.kernels.{STAGES[name]}"), name)(*arguments, **keywords)
     return found[0]
 
 
@@ -56,7 +65,7 @@ class Problems(TorchDispatchMode):
         planned = problem_of_call(func, args, out)
         if planned is not None:
             name = func.name().split("::")[1]
-            self.found.append((name, planned, launched_problem(name, args)))
+            self.found.append((name, planned, launched_problem(name, args, kwargs or {})))
         return out
 
 
@@ -106,6 +115,132 @@ def test_scratch_plans_what_launchers_plan():
     assert not wrong and seen > 300, wrong
 
 
+FORMS = {
+    name: [form for form in ("plain", "packed") if form == "plain" or packs(scheme, 128, 128)]
+    for name, scheme in SCHEMES.items()
+}
+FP8 = {exact.key for s in SCHEMES.values() if (exact := exact_fp8_scheme(s)) is not None}
+"""Keys of the schemes in which a weight is held as fp8."""
+FACTORS = {
+    "scheme": (*SCHEMES, *FP8),
+    "form": ("plain", "packed"),
+    "dtype": FLOATS,
+    "scale": (None, *FLOATS, torch.uint8),
+    "operator": ("product", "sum", "add"),
+    "activation": ("", "silu", "relu2_no_mul"),
+    "rows": ("stored", "scaled", "numbers"),
+    "layout": ("whole", "columns", "shifted"),
+    "mode": ("", "batch_invariant", "expert_order"),
+    "tokens": (1, 3, 300, None),
+    "sizes": ((8, 128, 192), (32, 72, 232)),
+}
+
+
+def dynamic(scheme):
+    """Whether there are rows that an operator may quantize: of a plain weight, undecoded ones."""
+    return get_scheme(scheme).activation is not None
+
+
+RULES = [
+    (("scheme", "form"), lambda s, f: f in FORMS.get(s, ["plain"])),
+    (("form", "sizes"), lambda f, sizes: f == "plain" or sizes[1] % 64 == 0),
+    (("form", "layout"), lambda f, layout: (f, layout) != ("packed", "columns")),
+    (("scheme", "scale"), lambda s, scale: scale in scale_dtypes(get_scheme(s), scale_of(s))),
+    (("scheme", "operator"), lambda s, op: op != "add" or s == "unquantized"),
+    (("operator", "activation"), lambda op, f: op == "product" or f == ""),
+    (("operator", "tokens"), lambda op, tokens: op != "sum" or tokens is not None),
+    (("operator", "mode"), lambda op, mode: (op, mode) != ("add", "expert_order")),
+    (("scheme", "mode"), lambda s, mode: mode != "expert_order" or s == "unquantized"),
+    (("scheme", "rows"), lambda s, rows: dynamic(s) or rows == "numbers"),
+    (("scheme", "rows"), lambda s, r: r != "scaled" or takes_scale(get_scheme(s).activation)),
+    (("scheme", "rows"), lambda s, r: r != "scaled" or not get_scheme(s).decoded),
+    (
+        ("scheme", "form", "rows"),
+        lambda s, f, r: r == "stored" or f == "packed" or not get_scheme(s).decoded,
+    ),
+]
+
+
+def takes_scale(quant):
+    """Whether rows of numbers may come with the scale that quantizes them."""
+    return quant is not None and quant.per_tensor
+
+
+@cache
+def scale_of(scheme):
+    return quantize_weight(torch.empty(1, 128, 128, dtype=BF16, device="meta"), scheme).scale
+
+
+def placed(x, layout):
+    """A tensor of this shape whose rows are further apart, or which begins elsewhere."""
+    if layout == "columns":
+        return x.new_empty(*x.shape[:-1], x.shape[-1] + 24)[..., : x.shape[-1]]
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape) if layout == "shifted" else x
+
+
+def call_of(scheme, form, dtype, scale, operator, activation, rows, layout, mode, tokens, sizes):
+    """An operator's call without data."""
+    (experts, n, k), known = sizes, get_scheme(scheme)
+    shape = (experts, 2 * n if activation == "silu" else n, k)
+    q = quantize_weight(torch.empty(shape, dtype=dtype, device="meta"), known)
+    q = q if form == "plain" else pack_weight(q, known)
+    if scale is not None:
+        q = q._replace(scale=q.scale.to(scale))
+    w, top_k = placed(q.data, layout), K if operator == "product" and tokens is not None else 1
+    slots = K * (64 if tokens is None else tokens)
+    a, quant = torch.empty(slots // top_k, k, dtype=dtype, device="meta"), known.activation
+    a_scale = a.new_empty(1, dtype=torch.float32) if rows == "scaled" else None
+    if rows == "stored":
+        a_scale = a.new_empty(quant.row_scale_shape(len(a), k), dtype=quant.scale_dtype)
+        a = a.new_empty(len(a), quant.data_width(k), dtype=quant.dtype)
+    a = placed(a, layout)
+    ids = None if tokens is None else torch.empty(tokens, K, dtype=torch.int32, device="meta")
+    rule = gemm_rule(scheme, a, [None, ids, None], mode == "batch_invariant")
+    plan = a.new_empty(plan_sizes(slots, experts, rule).entries, dtype=torch.int32)
+    weights = None if ids is None or rows == "scaled" else ids.float()
+    given = {
+        "a": a, "a_scale": a_scale, "w": w, "w_scale": q.scale, "w_zero_point": q.zero_point,
+        "w_global_scale": q.global_scale, "tiles": [plan, ids, None], "top_k": top_k,
+        "scheme": scheme, "activation": activation, "topk_weights": weights, "bias": None,
+        "out_dtype": None if known.weight is None else dtype, mode: True,
+        "out": a.new_empty(slots, n),
+    }  # fmt: skip
+    kind = (known.weight is not None) + (quant is not None)
+    names = {
+        "product": ("expert_matmul", "weight_only_matmul", "scaled_matmul"),
+        "sum": ("gemm_sum", "weight_only_sum", "gemm_sum"), "add": ("expert_matmul_add",),
+    }  # fmt: skip
+    func = getattr(torch.ops.moe_ops, names[operator][kind]).default
+    if operator == "product" and weights is not None:
+        given["topk_weights"] = weights.flatten()
+    return func, {a.name: given[a.name] for a in func._schema.arguments if a.name in given}
+
+
+def test_every_call_is_planned_as_it_is_launched():
+    """All pairs of what operators may be given; see `FACTORS`."""
+    wrong, seen = [], Counter()
+    for row in cover(FACTORS, RULES):
+        with assumed(H200):
+            func, given = call_of(**row)
+            with Problems() as problems:
+                func(**given)
+        for name, planned, launched in problems.found:
+            seen[name] += 1
+            asked = launched.summed, launched.adds and not launched.boxes
+            if planned != launched or asked != (name.endswith("_sum"), name.endswith("_add")):
+                wrong.append((name, row, planned, launched))
+        wrong += [(row, "no plan")] * (not problems.found)
+    assert not wrong, wrong[:3]
+    assert {*seen} == {*SETTINGS} and seen.total() > 120, seen
+
+
+def test_settings_stand_as_the_schemas_say():
+    for name, settings in SETTINGS.items():
+        arguments = getattr(torch.ops.moe_ops, name).default._schema.arguments
+        others = [a.name for a in arguments if "Tensor" not in str(a.type)]
+        assert others == [*settings], name
+
+
 def layer_plans(scheme, weights, tokens):
     """The plans of a whole layer's GEMMs, as costs, warm-up and the tuner ask for them."""
     packed = is_packed(weights[0].data)
@@ -113,9 +248,9 @@ def layer_plans(scheme, weights, tokens):
     layer = (((E, 2 * I, H), "silu", K), ((E, H, I), "", 1))
     with assumed(H200):
         for which, (shape, activation, top_k) in enumerate(layer, 1):
-            sizes = sizes_of(tokens * K, shape, BF16.itemsize, rule, activation)
-            how = (sizes, scheme, activation, tokens, top_k)
-            yield plan_gemm(layer_problem(*how, packed=packed), H200)
+            how = {"num_tokens": tokens, "top_k": top_k, "activation": activation}
+            problem = problem_of_layer(shape, scheme, rule, tokens * K, packed=packed, **how)
+            yield plan_gemm(problem, H200)
             subject = Subject((E, I, H), K, scheme, H200)
             if subject.packed(which) == packed:
                 yield plan_gemm(subject.problem(tokens, which), H200)
@@ -192,7 +327,8 @@ def test_operands_that_no_kernel_reads():
         (rows[:, :H].float(), q.data, None, "the result must be torch.bfloat16 or torch.float16"),
     ]
     for a, w, out_dtype, why in cases:
-        problem = stored_problem(a, w, tiles, 1, scheme, w_scale=q.scale, out_dtype=out_dtype)
+        call = {"a": a, "w": w, "w_scale": q.scale, "tiles": tiles, "scheme": scheme}
+        problem = described("weight_only_matmul", **call, out_dtype=out_dtype)
         assert problem.unread.startswith(why) and bool(why) != problem.boxes, problem.unread
         if why:
             with pytest.raises(NotImplementedError, match=why):

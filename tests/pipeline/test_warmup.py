@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import INTERPRETED
 from graphs import E, H, I, K, batch, layer_of
+from planning import problem_of_layer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tuned_entries import entry, gemm_of, own
 
@@ -14,7 +15,6 @@ from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM
-from moe_ops.dispatch.problem import layer_problem, sizes_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.dispatch.tuned_file import file_name, parse
@@ -101,8 +101,9 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
         """As the launchers choose them."""
         slots, rule = tokens * K, tile_rule(scheme, dtype, w1.device)
         for w, top_k, activation in ((w1, K, "silu"), (w2, 1, "")):
-            sizes = sizes_of(slots, w.shape, 2, rule, activation)
-            plan = plan_gemm(layer_problem(sizes, known, activation, tokens, top_k), facts)
+            how = {"num_tokens": tokens, "top_k": top_k, "activation": activation}
+            problem = problem_of_layer((*w.shape,), known, rule, slots, **how)
+            plan = plan_gemm(problem, facts)
             yield plan.kernel, plan.config, is_direct(slots, experts)
 
     with assumed(facts):

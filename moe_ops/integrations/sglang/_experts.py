@@ -170,9 +170,9 @@ def _check_weights(x: Tensor, info: Any, scheme: Scheme) -> None:
     dtype = x.dtype if quant is None else quant.dtype
     if {w1.dtype, w2.dtype} != {dtype} or x.dtype not in checks.FLOATS:
         raise NotImplementedError(f"weights must be {dtype} for {scheme.name}, got {w1.dtype}")
-    each = 1 if quant is None else quant.numbers_per_entry(w1.dtype)
-    if w1.shape[2] * each != x.shape[1]:
-        raise NotImplementedError(f"w13 must have {x.shape[1]} columns, got {w1.shape[2] * each}")
+    columns = w1.shape[2] * scheme.numbers_per_entry(w1.dtype)
+    if columns != x.shape[1]:
+        raise NotImplementedError(f"w13 must have {x.shape[1]} columns, got {columns}")
     block = scheme.block_shape
     if block is not None and w2.shape[2] % block[0]:
         raise NotImplementedError(f"I must be a multiple of {block[0]}, got {w2.shape[2]}")

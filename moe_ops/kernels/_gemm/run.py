@@ -22,7 +22,8 @@ from moe_ops.dispatch.gemm_plan import (
 )
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, KernelTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
-from moe_ops.dispatch.problem import STORED, GemmProblem, without_sum
+from moe_ops.dispatch.operands import SETTINGS, operands_of
+from moe_ops.dispatch.problem import STORED, GemmProblem, problem_of, without_sum
 from moe_ops.kernels._gemm.block_scaled import BlockScaledGemm
 from moe_ops.kernels._gemm.dense import DenseGemm
 from moe_ops.kernels._gemm.operands import GemmOperands
@@ -79,7 +80,7 @@ MOST = 8192
 def call_gemm(
     given: GemmOperands,
     settings: tuple[Any, ...],
-    prepare: Callable[[], tuple[Tensor, GemmProblem]],
+    empty: Callable[[], Tensor],
     config: KernelTiles | None = None,
     *,
     out: Tensor | None = None,
@@ -91,8 +92,8 @@ def call_gemm(
 
     Args:
         given: the operands.
-        settings: the operator's name and its other arguments.
-        prepare: checks the sizes, and returns an empty result and the problem.
+        settings: the operator's name, its arguments in `SETTINGS`, and what else decides.
+        empty: checks the sizes, and returns the result, not filled yet.
         config: tiles to use instead of those of the plan.
         out: the tensor to write to; None: a new one.
     """
@@ -100,7 +101,9 @@ def call_gemm(
     key = (given.facts, settings, facts, config, tuned.TABLES)
     known = PREPARED.get(key)
     if known is None:
-        result, problem = prepare()
+        result = empty()
+        named = given._asdict() | dict(zip(SETTINGS[settings[0]], settings[1:], strict=False))
+        problem = problem_of(operands_of(settings[0], named, result.dtype))
         known = Prepared(result.shape, result.dtype, *_ready(problem, facts, config, tuned.TABLES))
         if len(PREPARED) >= MOST:
             PREPARED.clear()
