@@ -268,7 +268,7 @@ MEANINGS: dict[str, Any] = {
     "warpgroup_mma_init": lambda x: x, "fence_async_shared": lambda: None,
     "take_turn": lambda LONG=False, ROOM=False: None, "gdc_wait": lambda: None,
     "gdc_launch_dependents": lambda: None,
-    "wait_for_group": lambda: None,
+    "wait_for_group": lambda: None, "reinterpret": Shared.reinterpret,
 }  # fmt: skip
 """What names mean in a kernel's functions, besides their own functions and constants."""
 

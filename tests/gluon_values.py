@@ -170,7 +170,7 @@ class Shared:
     def reshape(self, shape: Any) -> Shared:
         return Shared(self.data.view(shape))
 
-    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
+    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
         return Shared(self.data.view(torch.uint8).flatten().view(torch_dtype(dtype)).view(shape))
 
     def load(self, layout: Any) -> Value:

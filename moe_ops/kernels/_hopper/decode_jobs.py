@@ -23,6 +23,7 @@ from moe_ops.kernels._hopper.fragments import (
     restoring,
     words_layout,
 )
+from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.schedule import wait_for_group
 from moe_ops.kernels._hopper.slots import _optional
 from moe_ops.kernels._hopper.stream import load_rows
@@ -287,7 +288,7 @@ def load_chunk(ring, strip, i: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
     words, scale, zero = (), (), ()
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     ALL: gl.constexpr = [S.BUFFERS * S.STRIPS * DEPTH * PIECES, WARPS, 8, 4, 4]
-    stored = ring.words._reinterpret(gl.int32, ALL, WORDS)
+    stored = reinterpret(ring.words, gl.int32, ALL, WORDS)
     for piece in gl.static_range(PIECES):
         words += (stored.index(at * PIECES + piece).load(words_layout(WARPS)),)
     COUNT: gl.constexpr = S.BUFFERS * S.STRIPS * DEPTH * GROUPS

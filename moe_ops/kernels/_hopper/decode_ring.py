@@ -25,6 +25,7 @@ from moe_ops.kernels._hopper.fragments import (
     load_pairs,
     pair_type,
 )
+from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.packed import load_box
 
 CHUNKS = gl.constexpr(2)
@@ -164,7 +165,7 @@ def load_words(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.const
             words += (load_mixed_words(ring.words, stage, chunk * PARTS + part, unit, C),)
         else:
             first = (stage * C.STAGE_UNITS + place_of(unit, C)) * CHUNKS + chunk
-            view = ring.words._reinterpret(gl.int32, ALL, FLAT)
+            view = reinterpret(ring.words, gl.int32, ALL, FLAT)
             words += (view.index(first * PARTS + part).load(WORDS),)
     return words
 
@@ -177,7 +178,7 @@ def load_mixed_words(words, stage, part: gl.constexpr, unit: gl.constexpr, C: gl
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 1, 4], [1, 1, 1, 1, 8, 4], [2, 1, 1, 2, 1, 1], [5, 4, 3, 2, 1, 0]
     )
-    view = words._reinterpret(gl.int32, [C.STAGES, 2, PARTS, 2, 2, 8, 16], FLAT).index(stage)
+    view = reinterpret(words, gl.int32, [C.STAGES, 2, PARTS, 2, 2, 8, 16], FLAT).index(stage)
     both = view.slice(part, 1, 1).slice(unit, 1, 2).load(LAYOUT)
     return gl.convert_layout(both.reshape((4, 8, 4, 4)), WORDS, assert_trivial=True)
 
@@ -189,7 +190,7 @@ def load_mixed(memory, group, unit: gl.constexpr, COUNT: gl.constexpr, BITS: gl.
     LANES: gl.constexpr = [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
     WARPS: gl.constexpr = [[0, 0, 8], [1, 0, 0]]
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout([], LANES, WARPS, [], [2, 1, 16])
-    view = memory._reinterpret(pair_type(BITS), [COUNT, 2, 2, 16], FLAT).index(group)
+    view = reinterpret(memory, pair_type(BITS), [COUNT, 2, 2, 16], FLAT).index(group)
     both = view.slice(unit, 1, 1).load(LAYOUT)
     return gl.convert_layout(both.reshape((4, 8)), gl.SliceLayout(2, PAIRS), assert_trivial=True)
 

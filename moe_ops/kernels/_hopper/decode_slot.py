@@ -21,6 +21,7 @@ from moe_ops.kernels._hopper.decode_jobs import (
     make_ring,
     strip_of,
 )
+from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.weights import Choices, expert_of
 from moe_ops.kernels._runtime.dependent import take_turn
 
@@ -87,7 +88,7 @@ def hopper_decode_slot_kernel(
     experts = find_experts(choices, slot, C, S)
     begin(inputs, ring, experts, slot, block, C, S)
     add_jobs(inputs, ring, sums, experts, slot, block, C, S)
-    by_job = sums._reinterpret(gl.float32, [S.SUMS * WARPS, ROWS], FLAT)
+    by_job = reinterpret(sums, gl.float32, [S.SUMS * WARPS, ROWS], FLAT)
     expert = expert_of(choices, slot, True)
     of_row, weight = None, None
     if row_scale is not None:

@@ -21,6 +21,7 @@ from moe_ops.kernels._hopper.decode_jobs import (
     finish_rows,
     make_ring,
 )
+from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.weights import Choices, expert_of
 from moe_ops.kernels._runtime.dependent import take_turn
 
@@ -70,7 +71,7 @@ def hopper_decode_sum_kernel(
         experts = find_experts(choices, 0, C, S)
         begin(inputs, ring, experts, 0, strip, C, S)
     add_jobs(inputs, ring, sums, experts, 0, strip, C, S)
-    by_job = sums._reinterpret(gl.float32, [S.SUMS * WARPS, ROWS], FLAT)
+    by_job = reinterpret(sums, gl.float32, [S.SUMS * WARPS, ROWS], FLAT)
     column = strip * ROWS + gl.arange(0, ROWS, layout=COLUMNS)
     given = scale, factors, bias
     total = gl.full((ROWS,), 0, gl.float32, COLUMNS)

@@ -31,6 +31,7 @@ from moe_ops.kernels._hopper.lanes import (
     spread_bytes,
     subtract_lanes,
 )
+from moe_ops.kernels._hopper.memory import reinterpret
 
 UNIT = gl.constexpr(64)
 """Weight rows, and numbers along K, of a packed chunk."""
@@ -200,7 +201,7 @@ def load_pairs(memory, at, COUNT: gl.constexpr, BITS: gl.constexpr, WARPS: gl.co
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     DTYPE: gl.constexpr = pair_type(BITS)
-    view = memory._reinterpret(DTYPE, [COUNT, WARPS, 8], FLAT)
+    view = reinterpret(memory, DTYPE, [COUNT, WARPS, 8], FLAT)
     return view.index(at).load(gl.SliceLayout(2, pairs_layout(WARPS)))
 
 

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_ops.kernels._gemm.tile import activate
+from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.packed import load_box
 from moe_ops.kernels._hopper.schedule import wait_for_group
 from moe_ops.kernels._hopper.vectors import PIECES, make_vectors, put_vectors
@@ -218,7 +219,7 @@ def multiply_columns(h, h_scale, bias, w_scale, out, ring, vectors, sums, choice
     WIDE: gl.constexpr = ROWS // SLOTS
     COUNT: gl.constexpr = G.COUNT
     vector = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(0, L)) % G.VECTORS
-    by_slot = sums._reinterpret(gl.float32, [TILES * SLOTS, WIDE], sums.layout)
+    by_slot = reinterpret(sums, gl.float32, [TILES * SLOTS, WIDE], sums.layout)
     slots, experts, weights = (), (), ()
     for tile in gl.static_range(TILES):  # loaded before the wait, so that the wait hides the loads
         slot, found, _ = place_columns(0, tile, choices, G, gl.SliceLayout(1, L))

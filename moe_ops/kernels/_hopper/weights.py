@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from moe_ops.dispatch import hopper as hopper_tiles
+from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.slots import _optional
 from moe_ops.kernels._hopper.vectors import PIECES, of_chunk
 from moe_ops.kernels._runtime.slots import experts_of
@@ -87,7 +88,7 @@ def make_ring(desc, BOXES: gl.constexpr, G: gl.constexpr):
         mbarrier.init(full.index(stage), count=PIECES * (1 + 32 if SCALED else 1))
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    boxes = pieces._reinterpret(desc.dtype, boxed, desc.layout)
+    boxes = reinterpret(pieces, desc.dtype, boxed, desc.layout)
     return WeightRing(boxes, pieces, scales, full, empty)
 
 

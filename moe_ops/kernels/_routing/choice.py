@@ -10,6 +10,7 @@ from moe_ops.kernels._routing.lanes import (
     finalists,
     in_rounds,
     largest,
+    load_lanes,
     of_tokens,
     sum_by_lanes,
 )
@@ -58,9 +59,9 @@ def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.
 def _load_logits(rows, expert, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr):
     """Logits in the layout of `by_lanes`, as float32; -inf past NUM_EXPERTS."""
     if NUM_EXPERTS == EXPERTS:
-        logits = tl.load(of_tokens(rows) + expert)
+        logits = load_lanes(of_tokens(rows) + expert)
     else:
-        logits = tl.load(of_tokens(rows) + expert, mask=expert < NUM_EXPERTS, other=float("-inf"))
+        logits = load_lanes(of_tokens(rows) + expert, expert < NUM_EXPERTS, float("-inf"))
     return logits.to(tl.float32)
 
 

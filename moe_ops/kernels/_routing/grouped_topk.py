@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels._routing.choice import chosen_of, in_falling_order, one_a_thread, pack
-from moe_ops.kernels._routing.lanes import lanes_of, largest, of_tokens
+from moe_ops.kernels._routing.lanes import lanes_of, largest, load_lanes, of_tokens
 from moe_ops.kernels._routing.near import exceeds, near_choice
 from moe_ops.kernels._routing.scores import (
     LOWEST,
@@ -134,9 +134,9 @@ def _choose_nearly(
     member = (part * OWN + lane % OWN) * N + tl.arange(0, N)[None, None, None, :]
     expert, valid = group * GROUP_SIZE + member, (group < NUM_GROUPS) & (member < GROUP_SIZE)
     if NUM_GROUPS == GROUPS and GROUP_SIZE == WIDTH:
-        logits = tl.load(of_tokens(rows) + expert).to(tl.float32)
+        logits = load_lanes(of_tokens(rows) + expert).to(tl.float32)
     else:
-        logits = tl.load(of_tokens(rows) + expert, mask=valid, other=0.0).to(tl.float32)
+        logits = load_lanes(of_tokens(rows) + expert, valid, 0.0).to(tl.float32)
     choice = near_choice(logits, bias, expert, valid, SCORING)
     if SCORING == "sqrtsoftplus":  # no approximation above 64: marked by a value above any score
         choice = tl.where(logits > 64.0, -LOWEST, choice)

@@ -12,6 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LAST_AXIS_FIRST = tl.constexpr(not triton.__version__.startswith("3.6."))
+"""Which axis the installed Triton spreads over lanes: see `load_lanes`."""
+ROLLED = tl.constexpr(triton.__version__.startswith("3.8."))
+"""Whether the installed Triton leaves the rounds of `largest` in a loop unless it is told to unroll
+them (the other versions unroll them unasked)."""
+
 
 @triton.constexpr_function
 def lanes_of(experts):
@@ -28,6 +34,22 @@ def by_lanes(EXPERTS: tl.constexpr):
     lane = tl.arange(0, LANES)[:, None, None, None]
     row = tl.arange(0, EXPERTS // (4 * LANES))[None, None, :, None]
     return (row * LANES + lane) * 4 + tl.arange(0, 4)[None, None, None, :]
+
+
+@triton.jit
+def load_lanes(at, valid=None, other=None):
+    """Load in the layout of `by_lanes`; a tensor of fewer axes in any layout.
+
+    Among axes whose neighbours are not adjacent in memory, Triton spreads the first one over lanes
+    before the others up to 3.6, and the last one since 3.7.
+    """
+    if len(at.shape) == 4 and LAST_AXIS_FIRST:
+        at = tl.permute(at, (2, 1, 0, 3))
+        if valid is not None:
+            valid = tl.permute(valid, (2, 1, 0, 3))
+        return tl.permute(tl.load(at, mask=valid, other=other), (2, 1, 0, 3))
+    else:
+        return tl.load(at, mask=valid, other=other)
 
 
 @triton.jit
@@ -82,6 +104,11 @@ def _most(packed, addend):
     return tl.max(_most_of_lanes(packed, addend[None, :]), 0)
 
 
+@triton.constexpr_function
+def _unrolled(rounds):
+    return rounds if ROLLED else None
+
+
 @triton.jit
 def largest(packed, slot, TOPK: tl.constexpr):
     """The TOPK largest keys of each token in descending order, the last one, the largest key left.
@@ -94,7 +121,7 @@ def largest(packed, slot, TOPK: tl.constexpr):
     chosen = slot
     best = tl.zeros((packed.shape[1],), dtype=tl.int32)
     addend = best
-    for j in range(TOPK):
+    for j in tl.range(TOPK, loop_unroll_factor=_unrolled(TOPK)):
         most = _most(packed, addend)
         best = most - addend
         found = best[None, :] if len(slot.shape) == 2 else best[:, None, None]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_ops.kernels._routing.lanes import load_lanes
+
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -179,7 +181,7 @@ def biased(score, bias, expert, valid):
     """The score plus the bias if there is one, by which experts are chosen."""
     choice = score
     if bias is not None:
-        choice = choice + tl.load(bias + expert, mask=valid, other=0.0).to(tl.float32)
+        choice = choice + load_lanes(bias + expert, valid, 0.0).to(tl.float32)
         choice = tl.where(is_finite(choice), choice, LOWEST)
     return choice
 
