@@ -2,12 +2,15 @@
 
 from itertools import product
 
+import torch
+
 from moe_ops import get_scheme
 from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import RULES, SLOT, TOKEN_SUM, plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, operand_bytes, packed_rows
-from moe_ops.dispatch.problem import layer_problem, sizes_of
+from moe_ops.dispatch.operands import layer_operands
+from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import (
     KNOWN_ROW_TILES,
@@ -27,13 +30,13 @@ E, K = 64, 4
 NS, KS = (80, 68, 72, 76, 704, 708, 716), (128, 132, 136, 140, 144, 264, 708, 712, 720)
 
 
-def problem_of(name, tokens, n, k, activation, facts):
+def problem(name, tokens, n, k, activation, facts):
     """The first GEMM of a layer, or with one token and no activation the second one."""
-    scheme = get_scheme(name)
     halves = 2 if activation and formula(activation).gated else 1
     rule = rule_of(name, 2, facts.arch, facts.row_tile, False)
-    sizes = sizes_of(tokens * K, (E, halves * n, k), 2, rule, activation)
-    return layer_problem(sizes, scheme, activation, tokens, K if activation else 1)
+    layer = ((E, halves * n, k), get_scheme(name), torch.bfloat16, rule, tokens * K)
+    how = {"top_k": K if activation else 1, "activation": activation}
+    return problem_of(layer_operands(*layer, num_tokens=tokens, **how))
 
 
 def test_sizes_that_no_box_holds():
@@ -43,7 +46,7 @@ def test_sizes_that_no_box_holds():
     for name, tokens, activation in product(SCHEMES, (1, 2, 64, 4096), activations):
         for n, k, rows in product(NS, KS, (None, 16, 64, 128, 192)):
             facts = NO_GPU._replace(row_tile=rows)
-            kernel = plan_gemm(problem_of(name, tokens, n, k, activation, facts), facts).kernel
+            kernel = plan_gemm(problem(name, tokens, n, k, activation, facts), facts).kernel
             gated = activation != "" and formula(activation).gated
             whole = k * operand_bytes(get_scheme(name)) % 16 == 0 and (not gated or n % 8 == 0)
             fused = name[:4] != "int8" and tokens == 1

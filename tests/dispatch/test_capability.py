@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from selections import BATCHED, STANDARD, layer_inputs
-from tables import every_row
+from table_items import every_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops

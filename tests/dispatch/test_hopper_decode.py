@@ -1,6 +1,6 @@
 """Rules of the kernels for packed weights: CTAs of an SM, and the jobs of one token."""
 
-from tables import every_row
+from table_items import every_row
 
 from moe_ops import get_scheme
 from moe_ops.dispatch.device import NO_GPU

@@ -12,7 +12,7 @@ from own_schemes import OWN, E, H, I, K, each, name_of
 from planning import problem_of_layer
 from plans import planned
 from strategies import schemes
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 from moe_ops import SCHEMES, Scheme, get_scheme, ops, quantize_weight

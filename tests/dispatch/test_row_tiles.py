@@ -3,7 +3,7 @@
 import math
 
 import torch
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 from moe_ops import ops, testing

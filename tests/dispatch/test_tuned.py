@@ -6,7 +6,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import every_row
+from table_items import every_row
 from tuned_entries import H200, SIZES, entry, gemm_of, layer, own, record
 
 from moe_ops.dispatch import tuned

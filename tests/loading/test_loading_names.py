@@ -1,7 +1,7 @@
 """Names of tensors, as the checkpoints of the field have them behind the name of their layer."""
 
 import pytest
-from tables import every_row
+from table_items import every_row
 
 from moe_ops.loading.names import Piece, is_beside_experts, parse, router_tensor, suffix_of
 

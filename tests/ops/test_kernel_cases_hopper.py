@@ -27,6 +27,7 @@ from kernel_cases import (  # noqa: E402
     whole_weight,
 )
 from pairwise import cover  # noqa: E402
+from planning import problem_of_call  # noqa: E402
 
 from moe_ops import dequantize_weight, get_scheme, pack_weight  # noqa: E402
 from moe_ops.activation import formula  # noqa: E402
@@ -34,12 +35,6 @@ from moe_ops.dispatch.device import NO_GPU  # noqa: E402
 from moe_ops.dispatch.gemm_plan import TOKEN_SUM, plan_gemm  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
 from moe_ops.dispatch.hopper_decode import DECODE_SUM, DECODING  # noqa: E402
-from moe_ops.dispatch.problem import (  # noqa: E402
-    dense_problem,
-    scaled_problem,
-    stored_problem,
-    sum_problem,
-)
 from moe_ops.kernels._gemm.operands import GemmOperands  # noqa: E402
 from moe_ops.kernels._gemm.run import KERNELS  # noqa: E402
 from moe_ops.reference.expert_gemm import expert_matmul  # noqa: E402
@@ -109,12 +104,13 @@ def scaled_or_dense(
     weights = routed.weights() if weighted and w_scale is None else None
     there, a = laid_out(routed.of_experts(w), layout), routed.rows(rows[0], gap)
     with routed.row_tile():
-        how = ([*routed.tiles], top_k)
+        how = {"tiles": routed.tiles, "top_k": top_k, "activation": activation}
         if w_scale is None:
-            problem = dense_problem(a, there, *how, activation, weighted=weights is not None)
+            problem = problem_of_call("expert_matmul", a=a, w=there, topk_weights=weights, **how)
             expected = expert_matmul(rows[0], w, bias, weights, [*routed.sound], top_k, activation)
         else:
-            problem = scaled_problem(a, rows[1], there, w_scale, *how, name, activation)
+            how |= {"a_scale": rows[1], "w_scale": w_scale, "scheme": name, "out_dtype": BF16}
+            problem = problem_of_call("scaled_matmul", a=a, w=there, **how)
             expected = scaled_matmul(
                 *rows[:2], w, w_scale, None, bias, [*routed.sound], top_k, name, BF16, activation
             )
@@ -175,8 +171,8 @@ def in_expert_order(tiles, activation, routing, n, k, on_demand, programs):
     if not activation:
         given = torch.full_like(x, torch.nan).index_copy(0, rows, x[slots])
     with routed.row_tile():
-        how = ([*routed.tiles], 1, activation)
-        problem = dense_problem(given, w, *how, expert_order=True)
+        how = {"tiles": routed.tiles, "activation": activation, "expert_order": True}
+        problem = problem_of_call("expert_matmul", a=given, w=w, **how)
         expected = expert_matmul(x, w, None, None, [*routed.sound], 1, activation)
         config = HopperTiles(kernel, tile, block_n, 2, 2, on_demand)
         operands = GemmOperands(given, w, routed.tiles)
@@ -208,7 +204,10 @@ def dequantized(
     packed = pack_weight(q, name)
     with routed.row_tile():
         a = routed.rows(x, gap)
-        problem = stored_problem(a, packed.data, [*routed.tiles], top_k, name, activation)
+        problem = problem_of_call(
+            "weight_only_matmul", a=a, w=packed.data, w_scale=packed.scale, tiles=routed.tiles,
+            top_k=top_k, scheme=name, activation=activation, topk_weights=weights,
+        )  # fmt: skip
         rest = (bias, weights, [*routed.sound], top_k, name, activation)
         expected = weight_only_matmul(x, *q, *rest)
         operands = GemmOperands(a, packed.data, routed.tiles, bias, weights, None, *packed[1:])
@@ -286,13 +285,11 @@ class OneToken:
             self.rows, self.scale = poisoned(self.rows, self.mine), poisoned(self.scale, self.mine)
         self.w = poisoned(self.w, torch.isin(torch.arange(len(self.w)), self.expert))
 
-    def problem(self, name, top_k, activation="", weighted=False):
-        how = ([*self.tiles], top_k)
-        if self.w_scale is None:
-            return dense_problem(self.rows, self.there, *how, activation, weighted=weighted)
-        return scaled_problem(
-            self.rows, self.scale, self.there, self.w_scale, *how, name, activation, out_dtype=BF16
-        )
+    def problem(self, operator, name, weights, **how):
+        return problem_of_call(
+            operator, a=self.rows, a_scale=self.scale, w=self.there, w_scale=self.w_scale,
+            tiles=self.tiles, topk_weights=weights, scheme=name, out_dtype=BF16, **how,
+        )  # fmt: skip
 
     def products(self, bias):
         """The slots' products with the bias, in float64."""
@@ -312,7 +309,8 @@ def one_token(name, activation, layout, top_k, mapped, stored, has_bias, n, k, w
     token.there = laid_out(token.w, layout)
     bias, dense = token.bias(has_bias), token.w_scale is None
     weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted and dense else None
-    problem = token.problem(name, top_k, activation, weights is not None)
+    operator = "expert_matmul" if dense else "scaled_matmul"
+    problem = token.problem(operator, name, weights, top_k=top_k, activation=activation)
     operands = GemmOperands(
         token.rows, token.there, token.tiles, bias, weights, token.scale, token.w_scale
     )
@@ -349,7 +347,7 @@ def one_token_sum(name, layout, top_k, mapped, stored, has_bias, n, k, weighted,
     token.there = laid_out(token.w, layout)
     bias = token.bias(has_bias)
     weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted else None
-    problem = sum_problem(token.problem(name, 1), weighted, 2)
+    problem = token.problem("gemm_sum", name, weights)
     operands = GemmOperands(
         token.rows, token.there, token.tiles, bias, weights, token.scale, token.w_scale,
         early=early,
@@ -365,8 +363,10 @@ def dequantized_sum(name, top_k, mapped, has_bias, n, k, weighted, early):
     token.rows = poisoned(token.rows, token.mine)
     packed, bias = pack_weight(token.stored, name), token.bias(has_bias)
     weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted else None
-    problem = stored_problem(token.rows, packed.data, [*token.tiles], 1, name)
-    problem = sum_problem(problem._replace(boxes=True), weighted, 2)
+    problem = problem_of_call(
+        "weight_only_sum", a=token.rows, w=packed.data, w_scale=packed.scale, tiles=token.tiles,
+        topk_weights=weights, scheme=name,
+    )  # fmt: skip
     operands = GemmOperands(
         token.rows, packed.data, token.tiles, bias, weights, None, *packed[1:], early
     )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modular import EXPERTS, PREPARES, build_prepare, capacity, fit, layer_config, router_logits
 from strategies import layers
-from tables import every_row
+from table_items import every_row
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tables import every_row
+from table_items import every_row
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from modular import BATCHED, EXPERTS, build_experts, layer_config, setup, twice
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 from moe_ops import FusedMoEKernel, FusedMoEQuantConfig

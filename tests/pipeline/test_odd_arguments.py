@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from good_arguments import GOOD, IDS, LOGITS, W1, W2, WEIGHTS, E, H, I, K, X
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 from moe_ops import checks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from good_arguments import GOOD, WEIGHTS, E, H, K, T, X
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 

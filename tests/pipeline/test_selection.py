@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from selections import BATCHED, FP8, STANDARD, layer_inputs, reason
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 from moe_ops import FusedMoEParallelConfig, RoutingMethodType

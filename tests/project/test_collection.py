@@ -19,7 +19,7 @@ from conftest import (
     shown_by_others,
 )
 from pairwise import half_exhaustive
-from tables import every_row
+from table_items import every_row
 
 
 def item(name, arch, marks=("aot",), **params):

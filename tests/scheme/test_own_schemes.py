@@ -9,7 +9,7 @@ from hypothesis import given
 from modular import layer_config
 from own_schemes import OWN, ROW, TENSOR, E, H, I, K, quant
 from strategies import schemes
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 from moe_ops import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import INTERPRETED
 from modular import setup
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 from moe_ops import FusedMoEQuantConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import every_row
+from table_items import every_row
 
 import moe_ops
 from moe_ops import SCHEMES, FusedMoEQuantConfig, dequantize_weight, get_scheme, quantize_weight
