@@ -14,9 +14,10 @@ import aot  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
 
 import moe_ops  # noqa: E402
-from moe_ops.kernels._hopper import boxes
+from moe_ops.kernels._hopper import boxes, memory
 from moe_ops.kernels._runtime import launch  # noqa: E402
 from moe_ops.kernels._runtime.launch import Binary  # noqa: E402
 
@@ -191,3 +192,10 @@ def test_descriptors_are_remembered_by_place_and_sizes(monkeypatch):
     assert [known.of(y) for y in (x, *others, x, *others)] == [*range(1, 7)] * 2
     monkeypatch.setattr(boxes, "MOST", 6)
     assert known.of(x[2:]) == 7 and known.of(x) == 8, "full: it began anew"
+
+
+def test_shared_memory_is_reinterpreted_by_the_name_that_gluon_has():
+    """Kernels from Triton's cache do not show it: what Triton calls is no part of their keys."""
+    assert hasattr(gl.shared_memory_descriptor, memory.METHOD)
+    shared = SimpleNamespace(**{memory.METHOD: lambda *given, _semantic: given})
+    assert memory.reinterpret(shared, "f4", [2], None, _semantic=object()) == ("f4", [2], None)
