@@ -26,7 +26,7 @@ from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import Scheme, dequantize_rows, quantize_weight
 from moe_ops.tensors import QTensor, Tiles
-from moe_ops.testing import Bounded
+from moe_ops.testing import Bounded, assert_matches_reference
 
 MOST_WRONG = 3
 """Rows after which nothing more is to be learnt: a kernel that hangs takes 20 s a row."""
@@ -196,6 +196,15 @@ def assert_unwritten(out: Tensor, mine: Tensor) -> None:
     assert out[~mine].isnan().all(), "rows of skipped slots must not be written"
 
 
+def compare(out: Tensor, exact: Bounded, expected: Tensor, routed: Routed, activation: str) -> None:
+    """Every bit without an activation, else within the budget of the reference."""
+    mine = routed.mine
+    assert_unwritten(out, mine)
+    if not activation:
+        assert torch.equal(out[mine], exact.value[mine].float().to(out.dtype)), "every bit"
+    assert_matches_reference(out[mine], exact.rounded(out.dtype)[mine], expected[mine])
+
+
 def cases(rules: Rules = (), **factors: tuple[Any, ...]) -> list[dict[str, Any]]:
     """Rows in which every two values of the factors meet; those of `GEMM_FACTORS` are included."""
     return cover({**GEMM_FACTORS, **factors}, rules)
@@ -273,5 +282,5 @@ def same(name: str, *arguments: Any, skipped: Tensor | None = None) -> Any:
 
 
 def spaced(x: Tensor) -> Tensor:
-    """The same numbers in rows that lie apart."""
+    """Give ``x`` rows that lie apart."""
     return torch.cat([x, x], 1)[:, : x.shape[1]]

@@ -41,7 +41,7 @@ def token_arguments(
         topk_ids: see `FusedMoE.forward`.
 
     Returns:
-        Of padding and words ``(T,)``, of experts ``(T, k)``; None for what was not given.
+        Padding and words ``(T,)``, experts ``(T, k)``; None for what was not given.
 
     Raises:
         TypeError: a wrong dtype.

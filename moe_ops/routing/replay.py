@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import checks, ops
-from moe_ops.routing.arguments import check_logits, check_scoring, check_weighing
-from moe_ops.routing.backward import differentiable_hash_topk
+from moe_ops import checks
+from moe_ops.routing.arguments import check_logits
+from moe_ops.routing.topk import hash_topk
 
 
 def given_topk(
@@ -49,16 +49,12 @@ def given_topk(
         Rollout routing replay (arXiv 2510.11370).
     """
     check_topk_ids(topk_ids, hidden_states)
-    check_logits(hidden_states, gating_output, topk_ids.shape[1])
-    check_scoring(gating_output, scoring_func, None)
-    check_weighing(renormalize, routed_scaling_factor)
-    if topk_ids.shape[0] == 0:  # the table would have no rows
+    if topk_ids.shape[0] == 0:  # a table without rows
+        check_logits(hidden_states, gating_output, topk_ids.shape[1])
         return gating_output[:, : topk_ids.shape[1]].float(), topk_ids.to(torch.int32)
     rows = torch.arange(topk_ids.shape[0], device=topk_ids.device)
     how = (renormalize, scoring_func, routed_scaling_factor)
-    if torch.is_grad_enabled() and gating_output.requires_grad:
-        return differentiable_hash_topk(gating_output, rows, topk_ids, how)
-    return ops.hash_topk(gating_output, rows, topk_ids, *how)
+    return hash_topk(hidden_states, gating_output, rows, topk_ids, *how)
 
 
 def check_topk_ids(topk_ids: Tensor, hidden_states: Tensor, top_k: int | None = None) -> None:

@@ -112,7 +112,7 @@ def test_one_compilation():
 
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "GptOssExperts", "DeepseekV3Experts"])
 def test_routers_get_gradients(name):
-    """Those of the weights, also where a checkpoint runs the forward again."""
+    """The weights of given experts have gradients, also where a checkpoint runs again."""
     model, arguments = built(name)
     with record_routing(model) as routing:
         model(**arguments)

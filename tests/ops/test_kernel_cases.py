@@ -17,9 +17,9 @@ from kernel_cases import (  # noqa: E402
     LAYOUTS,
     ROUTINGS,
     Routed,
-    assert_unwritten,
     cases,
     check_all,
+    compare,
     laid_out,
     whole,
     whole_rows,
@@ -40,7 +40,6 @@ from moe_ops.reference import scaled_gemm as scaled_reference  # noqa: E402
 from moe_ops.reference import weight_only_gemm as stored_reference  # noqa: E402
 from moe_ops.reference.quantize import moe_quantize  # noqa: E402
 from moe_ops.scheme.weights import dequantize_rows  # noqa: E402
-from moe_ops.testing import assert_matches_reference  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,15 +59,6 @@ def weight_rows(n, activation):
 def bias_of(has_bias, n, activation):
     """Quarters, which no 16-bit dtype holds."""
     return whole(EXPERTS, weight_rows(n, activation), most=300, seed=2) / 4 if has_bias else None
-
-
-def compare(out, exact, expected, routed, activation):
-    """Every bit without an activation, else within the budget of the reference."""
-    mine = routed.mine
-    assert_unwritten(out, mine)
-    if not activation:
-        assert torch.equal(out[mine], exact.value[mine].float().to(out.dtype)), "every bit"
-    assert_matches_reference(out[mine], exact.rounded(out.dtype)[mine], expected[mine])
 
 
 def dense(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, weighted):

@@ -20,6 +20,7 @@ from kernel_cases import (  # noqa: E402
     assert_unwritten,
     cases,
     check_all,
+    compare,
     laid_out,
     poisoned,
     whole,
@@ -71,15 +72,6 @@ def run(problem, config, operands, like, programs, facts=NO_GPU):
     with interpreted(programs):
         KERNELS[plan.kernel](problem, plan)(out, operands)
     return out, plan.kernel
-
-
-def compare(out, exact, expected, routed, activation):
-    """Every bit without an activation, else within the budget of the reference."""
-    mine = routed.mine
-    assert_unwritten(out, mine)
-    if not activation:
-        assert torch.equal(out[mine], exact.value[mine].float().to(out.dtype)), "every bit"
-    assert_matches_reference(out[mine], exact.rounded(out.dtype)[mine], expected[mine])
 
 
 def operands_of(scheme, tokens, n, k):

@@ -119,12 +119,12 @@ PINNED = {
         {"fence": 2, "products left": {0: 1}, "wait": 2, "arrive": 1, "expect": 1,
          "copies arrive": 1, "turn": 1, "let in": 1}
     ] * 2,
-    # Of each of the two loops (over half and whole tiles): one fence before a stage is released, as
+    # Each of the two loops (over half and whole tiles) has one fence before a stage is released, as
     # words may be on their way to registers, and an arrival of the loads that read it.
     "few 16": [
         {"fence": 3, "wait": 4, "expect": 2, "copies arrive": 4, "turn": 1, "let in": 1}
     ] * 2,
-    # Of two warp groups with two loops each: a fence before WGMMA reads rows that threads wrote,
+    # Two warp groups with two loops each have a fence before WGMMA reads rows that threads wrote,
     # and a wait for all products before the stage is released.
     "few 64": [
         {"fence": 5, "products left": {0: 4}, "wait": 6, "expect": 2, "copies arrive": 6,

@@ -7,7 +7,7 @@ from conftest import HAS_CUDA, INTERPRETED
 from house_numbers import CALLS, ITEMS, MEASURES, RECORD, ROOT, SOURCES, items_a_function
 
 SLACK = 0.05
-"""By what part a number may lie below its record."""
+"""The part by which a number may lie below its record."""
 
 
 def problems(numbers):

@@ -51,14 +51,14 @@ def written(default):
 
 
 def parameters_of(function):
-    """By name, whether a parameter is positional, has a name only or stands for many; defaults."""
+    """Each parameter's kind (positional, named only, one for many) and default, by name."""
     there = inspect.signature(function).parameters.values()
     there = [p for p in there if p.name != "self"]
     return {MANY.get(p.kind, "") + p.name: (p.kind, written(p.default)) for p in there}
 
 
 def pinned_parameters(line):
-    """The same of a record."""
+    """Kinds and defaults of a recorded signature's parameters, by name."""
     given = ast.parse(f"def f{line[line.index('(') :]}: 0").body[0].args
     defaults = [REQUIRED] * (len(given.args) - len(given.defaults))
     defaults += [ast.unparse(x) for x in given.defaults]
