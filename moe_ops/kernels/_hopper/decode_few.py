@@ -247,18 +247,6 @@ def multiply(out, added, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply_first(out, added, ring, v, C: gl.constexpr):
-    """See `multiply`."""
-    multiply(out, added, ring, v, 0, C)
-
-
-@gluon.jit
-def multiply_second(out, added, ring, v, C: gl.constexpr):
-    """See `multiply`."""
-    multiply(out, added, ring, v, 1, C)
-
-
-@gluon.jit
 def needs_more(index, v, C: gl.constexpr):
     """Whether more than half of a planned tile's rows are real; any answer after the last tile."""
     last = gl.maximum(v.num_tiles * C.NUM_N - 1, 0)
@@ -285,7 +273,7 @@ def hopper_decode_few_kernel(
     if C.GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply_first, (out, added, ring, v, C)),
+                (multiply, (out, added, ring, v, 0, C)),
                 (copy_tiles, (a, stride_am, descs, ring, v, C)),
             ],
             [COPYING],  # warps of the second partition
@@ -294,8 +282,8 @@ def hopper_decode_few_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_first, (out, added, ring, v, C)),
-                (multiply_second, (out, added, ring, v, C)),
+                (multiply, (out, added, ring, v, 0, C)),
+                (multiply, (out, added, ring, v, 1, C)),
                 (copy_tiles, (a, stride_am, descs, ring, v, C)),
             ],
             [4, COPYING],

@@ -140,18 +140,6 @@ def multiply(out, added, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
         m, n, expert, _, parts = hear(queue, number, 4)
 
 
-@gluon.jit
-def multiply_first(out, added, ring, queue, v, C: gl.constexpr):
-    """See `multiply`."""
-    multiply(out, added, ring, queue, v, 0, C)
-
-
-@gluon.jit
-def multiply_second(out, added, ring, queue, v, C: gl.constexpr):
-    """See `multiply`."""
-    multiply(out, added, ring, queue, v, 1, C)
-
-
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_decode_many_kernel(
     out, a_desc, w_desc, scale_desc, zero_desc, bias, topk_weights, row_scale, global_scale,
@@ -172,8 +160,8 @@ def hopper_decode_many_kernel(
     v = Vectors(of_weights, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(
         [
-            (multiply_first, (out, added, ring, queue, v, C)),
-            (multiply_second, (out, added, ring, queue, v, C)),
+            (multiply, (out, added, ring, queue, v, 0, C)),
+            (multiply, (out, added, ring, queue, v, 1, C)),
             (copy_tiles, (a_desc, descs, ring, queue, C)),
             (schedule, (queue, counter, v, C)),
         ],

@@ -222,24 +222,6 @@ def multiply(out, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
         m, n, found, first, boxes = hear(queue, number, 4)
 
 
-@gluon.jit
-def multiply_first(out, bias, ring, queue, v, C: gl.constexpr):
-    """See `multiply`."""
-    multiply(out, bias, ring, queue, v, 0, C)
-
-
-@gluon.jit
-def multiply_second(out, bias, ring, queue, v, C: gl.constexpr):
-    """See `multiply`."""
-    multiply(out, bias, ring, queue, v, 1, C)
-
-
-@gluon.jit
-def multiply_third(out, bias, ring, queue, v, C: gl.constexpr):
-    """See `multiply`."""
-    multiply(out, bias, ring, queue, v, 2, C)
-
-
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
     out, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
@@ -269,9 +251,9 @@ def hopper_gemm_kernel(
     if C.GROUPS == 3:
         gl.warp_specialize(
             [
-                (multiply_first, (out, bias, ring, queue, v, C)),
-                (multiply_second, (out, bias, ring, queue, v, C)),
-                (multiply_third, (out, bias, ring, queue, v, C)),
+                (multiply, (out, bias, ring, queue, v, 0, C)),
+                (multiply, (out, bias, ring, queue, v, 1, C)),
+                (multiply, (out, bias, ring, queue, v, 2, C)),
                 (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
                 (schedule, (queue, counter, v, C)),
             ],
@@ -281,8 +263,8 @@ def hopper_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_first, (out, bias, ring, queue, v, C)),
-                (multiply_second, (out, bias, ring, queue, v, C)),
+                (multiply, (out, bias, ring, queue, v, 0, C)),
+                (multiply, (out, bias, ring, queue, v, 1, C)),
                 (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
                 (schedule, (queue, counter, v, C)),
             ],

@@ -111,18 +111,6 @@ def copy_rows(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.constex
 
 
 @gluon.jit
-def copy_rows_left(w_desc, w_scale, ring, choices, G: gl.constexpr):
-    """See `copy_rows`."""
-    copy_rows(w_desc, w_scale, ring, choices, 0, G)
-
-
-@gluon.jit
-def copy_rows_right(w_desc, w_scale, ring, choices, G: gl.constexpr):
-    """See `copy_rows`."""
-    copy_rows(w_desc, w_scale, ring, choices, 1, G)
-
-
-@gluon.jit
 def multiply_rows(x, x_scale, bias, w_scale, h, ring, vectors, choices, G: gl.constexpr):
     """The multiplying warp group of GEMM 1: multiply, scale, activate and store."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 32 // G.ITEMSIZE])
@@ -174,8 +162,8 @@ def hopper_token_kernel(
     gl.warp_specialize(
         [
             (multiply_rows, (x, x_scale, bias, w_scale, h, ring, vectors, choices, G)),
-            (copy_rows_left, (w_desc, w_scale, ring, choices, G)),
-            (copy_rows_right, (w_desc, w_scale, ring, choices, G)),
+            (copy_rows, (w_desc, w_scale, ring, choices, 0, G)),
+            (copy_rows, (w_desc, w_scale, ring, choices, 1, G)),
         ],
         [1, 1],
         [48, 48],
@@ -218,18 +206,6 @@ def copy_columns(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.cons
                         w_desc, at, full, ring.boxes.index((stage * PIECES + PIECE) * SLOTS + s)
                     )
                 step += 1
-
-
-@gluon.jit
-def copy_columns_left(w_desc, w_scale, ring, choices, G: gl.constexpr):
-    """See `copy_columns`."""
-    copy_columns(w_desc, w_scale, ring, choices, 0, G)
-
-
-@gluon.jit
-def copy_columns_right(w_desc, w_scale, ring, choices, G: gl.constexpr):
-    """See `copy_columns`."""
-    copy_columns(w_desc, w_scale, ring, choices, 1, G)
 
 
 @gluon.jit
@@ -293,8 +269,8 @@ def hopper_token_sum_kernel(
     gl.warp_specialize(
         [
             (multiply_columns, (h, h_scale, bias, w_scale, out, ring, vectors, sums, choices, G)),
-            (copy_columns_left, (w_desc, w_scale, ring, choices, G)),
-            (copy_columns_right, (w_desc, w_scale, ring, choices, G)),
+            (copy_columns, (w_desc, w_scale, ring, choices, 0, G)),
+            (copy_columns, (w_desc, w_scale, ring, choices, 1, G)),
         ],
         [1, 1],
         [48, 48],
