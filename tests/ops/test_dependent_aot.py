@@ -275,6 +275,17 @@ def test_nothing_comes_before_the_turn(name, on_hopper):
         assert {constants(kernel).EARLY for kernel in found} == {False, True}
 
 
+def test_an_absent_operand_is_none():
+    """A kernel without a scale, a routing weight or a counter gets None, not another operand."""
+    wrong = set()
+    for launch in (launch_samples(STAGES), launch_more, launch_early):
+        for name, arguments in aot.launched(90, launch):
+            operands = [id(x) for x in arguments if x is not None and type(x) is not int]
+            if len(set(operands)) < len(operands):
+                wrong.add(name)
+    assert not wrong
+
+
 @pytest.mark.parametrize(("arch", "has"), [(80, False), (100, True), (103, True), (120, True)])
 def test_other_architectures(arch, has):
     ((kernel,),) = compiled(arch, launch_small).values()

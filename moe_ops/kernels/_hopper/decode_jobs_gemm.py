@@ -118,7 +118,6 @@ class DecodeJobs:
         rows, row_scale = wide(given, get_scheme(self.problem.scheme).activation)
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
-        factors = given.w_global_scale
         launch(
             (self.programs,),
             rows,
@@ -131,7 +130,7 @@ class DecodeJobs:
             dense(given.topk_weights),
             row_scale,
             out,
-            out if factors is None else dense(factors),
+            dense(given.w_global_scale),
             dense(topk_ids),
             dense(expert_map),
             map_size(expert_map, w.shape[0]),

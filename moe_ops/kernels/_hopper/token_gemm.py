@@ -42,16 +42,16 @@ class TokenGemm:
         if ready is None:
             ready = _ready(self.problem, self.stages, early, device_facts(w.device))
             self.known[early] = ready
-        num_experts, weights = w.shape[0], given.topk_weights
+        num_experts = w.shape[0]
         ready.launch(
             (ready.programs,),
             given.a.contiguous(),
-            topk_ids if given.a_scale is None else dense(given.a_scale),
+            dense(given.a_scale),
             ready.boxes.of(w),
             dense(given.bias),
-            topk_ids if given.w_scale is None else dense(given.w_scale),
+            dense(given.w_scale),
             out,
-            topk_ids if weights is None else dense(weights),
+            dense(given.topk_weights),
             dense(topk_ids),
             dense(expert_map),
             map_size(expert_map, num_experts),
