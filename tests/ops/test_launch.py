@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 import aot  # noqa: E402
+import aot_launches  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
@@ -19,6 +20,7 @@ import moe_ops  # noqa: E402
 from moe_ops.kernels._hopper import boxes
 from moe_ops.kernels._runtime import launch  # noqa: E402
 from moe_ops.kernels._runtime.launch import Binary  # noqa: E402
+from moe_ops.ops import STAGES  # noqa: E402
 
 
 @pytest.mark.parametrize("scratch", (0, 128))
@@ -191,3 +193,17 @@ def test_descriptors_are_remembered_by_place_and_sizes(monkeypatch):
     assert [known.of(y) for y in (x, *others, x, *others)] == [*range(1, 7)] * 2
     monkeypatch.setattr(boxes, "MOST", 6)
     assert known.of(x[2:]) == 7 and known.of(x) == 8, "full: it began anew"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what Triton does on a GPU")
+@pytest.mark.filterwarnings("ignore")
+def test_an_absent_operand_is_none():
+    """A kernel without a scale, a routing weight or a counter gets None, not another operand."""
+    wrong = set()
+    of_operators = aot_launches.launch_samples(STAGES)
+    for run in (of_operators, aot_launches.launch_more, aot_launches.launch_early):
+        for name, arguments in aot.launched(90, run):
+            operands = [id(x) for x in arguments if x is not None and type(x) is not int]
+            if len(set(operands)) < len(operands):
+                wrong.add(name)
+    assert not wrong
