@@ -184,20 +184,27 @@ def compile_launch(
     return compiled
 
 
-def launched_names(arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]) -> list[str]:
-    """The names of the kernels that `compile_launch` would compile, of which none is compiled."""
-    names: list[str] = []
+def launched(
+    arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Names and arguments of the kernels that `compile_launch` would compile; none is compiled."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def name_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
-        names.append(self.__name__)
+    def note(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+        calls.append((self.__name__, args))
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    nothing = mock.patch.object(JITFunction, "run", name_only)
+    nothing = mock.patch.object(JITFunction, "run", note)
     with compiling(arch), nothing, FakeTensorMode(allow_non_fake_inputs=True):
         launch(empty)
-    return names
+    return calls
+
+
+def launched_names(arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]) -> list[str]:
+    """The names of the kernels that `compile_launch` would compile; none is compiled."""
+    return [name for name, _ in launched(arch, launch)]
 
 
 def rewrites_operands(kernel: Any) -> bool:

@@ -1,12 +1,17 @@
 """Launches that compile tests share, and what every compiled kernel must keep to."""
 
+import importlib
+
 import aot
+import operator_samples
 import torch
 from plans import row_tile
+from token_layers import Layer
 
 from moe_ops import fake_impls
 from moe_ops.dispatch.device import Device
-from moe_ops.kernels import align, expert_gemm, scaled_gemm, weight_only_gemm
+from moe_ops.kernels import align, expert_gemm, scaled_gemm, topk_align, weight_only_gemm
+from moe_ops.ops import STAGES
 from moe_ops.scheme import get_scheme
 from moe_ops.scheme.packed import groups_first
 from moe_ops.support import SUPPORT
@@ -148,3 +153,72 @@ def launch_packed_layer(scheme, tile, activation, hidden, width, dtype=torch.bfl
             weight_only_gemm.weight_only_matmul(h, *w2, b2, None, tiles, 1, scheme)
 
     return launch
+
+
+def launch_samples(names):
+    """What the samples of operators launch."""
+    samples = operator_samples.samples("cpu")
+
+    def launch(empty):
+        def moved(x):
+            if isinstance(x, list):
+                return [moved(value) for value in x]
+            return empty(*x.shape, dtype=x.dtype) if torch.is_tensor(x) else x
+
+        for qualified in names:
+            module = importlib.import_module(f"moe_ops.kernels.{STAGES[qualified]}")
+            function = getattr(module, qualified.replace(".", "_"))
+            for arguments in samples[qualified]:
+                out = operator_samples.keywords(qualified, arguments)
+                function(*map(moved, arguments), **{k: moved(v) for k, v in out.items()})
+
+    return launch
+
+
+def launch_more(empty):
+    """What samples are too small for."""
+    ids, logits, layer = (
+        empty(4096, 8, dtype=torch.int32),
+        empty(8, 64),
+        (64, "unquantized", torch.bfloat16),
+    )
+    align.plan_slots(ids, None, *layer)
+    topk_align.topk_plan(logits, None, 8, True, "softmax", 1.0, None, *layer)
+    for scheme in ("fp8_channel", "fp8_block128"):
+        launch_unquantized(scheme)(empty)
+        for tokens in (1, 65536):
+            launch_hopper_layer(scheme, tokens, "silu", 2048, 768, False)(empty)
+    launch_one_token(empty)
+    for tile in (16, 128):
+        launch_packed(empty, tile)
+
+
+def launch_packed(empty, tile):
+    """GEMMs with a packed weight, of which samples have none."""
+    scheme, slots = "mxfp4_w4a16", 64 * tile // 2
+    ids = empty(slots, 1, dtype=torch.int32)
+    w = empty(64, 128, 128 // 8, dtype=torch.int32)
+    scale = empty(64, 4, 128, dtype=torch.uint8)
+    with row_tile(tile, Device(90, 232448, 132), portable_only=False):
+        tiles = given_plan(ids, 64, scheme)
+        x = empty(slots, 128)
+        weight_only_gemm.weight_only_matmul(x, w, scale, *[None] * 4, tiles, 1, scheme)
+    weights, ids = empty(1, 4, dtype=torch.float32), empty(1, 4, dtype=torch.int32)
+    stored, tiles = (w, scale, None, None, None), [None, ids, None]
+    weight_only_gemm.weight_only_matmul(empty(1, 128), *stored, None, tiles, 4, scheme)
+    weight_only_gemm.weight_only_sum(empty(4, 128), *stored, weights, tiles, scheme)
+
+
+def launch_one_token(empty):
+    """A GEMM that quantizes its rows itself."""
+    w = empty(64, 512, 2048, dtype=torch.float8_e4m3fn)
+    w_scale = empty(64, 512, 1, dtype=torch.float32)
+    tiles = [empty(0, dtype=torch.int32), empty(1, 4, dtype=torch.int32), None]
+    how = (tiles, 4, "fp8_channel", torch.bfloat16)
+    scaled_gemm.scaled_matmul(empty(1, 2048), None, w, w_scale, None, None, *how)
+
+
+def launch_early(empty):
+    """GEMM 2 of one token, which may read the routing and the weight early."""
+    for scheme in ("unquantized", "fp8_channel", "fp8_block128"):
+        Layer(empty, (128, 2048, 768, 8), scheme).sum(early=True)

@@ -1,12 +1,10 @@
 """Every kernel takes its turn before it touches memory: seen in its code, without a GPU."""
 
 import ast
-import importlib
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import INTERPRETED
 
 if INTERPRETED:
@@ -15,14 +13,10 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 import aot_launches  # noqa: E402
-import operator_samples  # noqa: E402
-from plans import row_tile  # noqa: E402
-from token_layers import Layer  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
-from moe_ops.dispatch.device import Device
-from moe_ops.kernels import activation, align, scaled_gemm, topk_align, weight_only_gemm
+from moe_ops.kernels import activation
 from moe_ops.kernels._hopper import token_sizes
 from moe_ops.kernels._runtime import dependent
 from moe_ops.ops import STAGES  # noqa: E402
@@ -32,7 +26,6 @@ FILES = sorted(Path(moe_ops.kernels.__file__).parent.rglob("*.py"))
 GLOBAL = re.compile(
     r"^\s*(@!?%\w+ )?(ld|st|atom|red|prefetch)\S*\.global|cp\.async\.(ca|cg|bulk\.tensor|bulk\.sh)"
 )
-UNQUANTIZED = ("unquantized", torch.bfloat16)
 MANY = "hopper_decode_many_kernel"
 ALONE = ("hopper_gemm_kernel", "_pack_kernel", "_quantize_pack_kernel", MANY)
 """Launched without the option: they ran slower with it."""
@@ -115,71 +108,6 @@ def test_every_launch_has_the_option():
                 assert allowed, f"{path.name}:{node.lineno}"
 
 
-def launch_samples(names):
-    """What the samples of operators launch."""
-    samples = operator_samples.samples("cpu")
-
-    def launch(empty):
-        def moved(x):
-            if isinstance(x, list):
-                return [moved(value) for value in x]
-            return empty(*x.shape, dtype=x.dtype) if torch.is_tensor(x) else x
-
-        for qualified in names:
-            module = importlib.import_module(f"moe_ops.kernels.{STAGES[qualified]}")
-            function = getattr(module, qualified.replace(".", "_"))
-            for arguments in samples[qualified]:
-                out = operator_samples.keywords(qualified, arguments)
-                function(*map(moved, arguments), **{k: moved(v) for k, v in out.items()})
-
-    return launch
-
-
-def launch_more(empty):
-    """What samples are too small for."""
-    ids, logits, layer = empty(4096, 8, dtype=torch.int32), empty(8, 64), (64, *UNQUANTIZED)
-    align.plan_slots(ids, None, *layer)
-    topk_align.topk_plan(logits, None, 8, True, "softmax", 1.0, None, *layer)
-    for scheme in ("fp8_channel", "fp8_block128"):
-        aot_launches.launch_unquantized(scheme)(empty)
-        for tokens in (1, 65536):
-            aot_launches.launch_hopper_layer(scheme, tokens, "silu", 2048, 768, False)(empty)
-    launch_one_token(empty)
-    for tile in (16, 128):
-        launch_packed(empty, tile)
-
-
-def launch_packed(empty, tile):
-    """GEMMs with a packed weight, of which samples have none."""
-    scheme, slots = "mxfp4_w4a16", 64 * tile // 2
-    ids = empty(slots, 1, dtype=torch.int32)
-    w = empty(64, 128, 128 // 8, dtype=torch.int32)
-    scale = empty(64, 4, 128, dtype=torch.uint8)
-    with row_tile(tile, Device(90, 232448, 132), portable_only=False):
-        tiles = aot_launches.given_plan(ids, 64, scheme)
-        x = empty(slots, 128)
-        weight_only_gemm.weight_only_matmul(x, w, scale, *[None] * 4, tiles, 1, scheme)
-    weights, ids = empty(1, 4, dtype=torch.float32), empty(1, 4, dtype=torch.int32)
-    stored, tiles = (w, scale, None, None, None), [None, ids, None]
-    weight_only_gemm.weight_only_matmul(empty(1, 128), *stored, None, tiles, 4, scheme)
-    weight_only_gemm.weight_only_sum(empty(4, 128), *stored, weights, tiles, scheme)
-
-
-def launch_one_token(empty):
-    """A GEMM that quantizes its rows itself."""
-    w = empty(64, 512, 2048, dtype=torch.float8_e4m3fn)
-    w_scale = empty(64, 512, 1, dtype=torch.float32)
-    tiles = [empty(0, dtype=torch.int32), empty(1, 4, dtype=torch.int32), None]
-    how = (tiles, 4, "fp8_channel", torch.bfloat16)
-    scaled_gemm.scaled_matmul(empty(1, 2048), None, w, w_scale, None, None, *how)
-
-
-def launch_early(empty):
-    """GEMM 2 of one token, which may read the routing and the weight early."""
-    for scheme in ("unquantized", "fp8_channel", "fp8_block128"):
-        Layer(empty, (128, 2048, 768, 8), scheme).sum(early=True)
-
-
 def launch_small(empty):
     activation.activation(empty(4, 64), "silu")
 
@@ -255,9 +183,9 @@ def constants(kernel):
 def on_hopper(request):
     """Kernels by name, as their launchers make them; without --exhaustive the first of each."""
     once = not request.config.getoption("exhaustive")
-    found = compiled(90, launch_samples(STAGES), once=once)
-    early = compiled(90, launch_early, once=once)
-    for name, more in [*compiled(90, launch_more, once=once).items(), *early.items()]:
+    found = compiled(90, aot_launches.launch_samples(STAGES), once=once)
+    early = compiled(90, aot_launches.launch_early, once=once)
+    for name, more in [*compiled(90, aot_launches.launch_more, once=once).items(), *early.items()]:
         found.setdefault(name, []).extend(more)
     return found
 
@@ -266,7 +194,7 @@ def on_hopper(request):
 def test_nothing_comes_before_the_turn(name, on_hopper):
     """In PTX, where loads of a loop's first steps have been moved to its front."""
     if name == "block_scaled_gemm_kernel":
-        found = compiled(100, launch_samples(["scaled_matmul"]))[name]
+        found = compiled(100, aot_launches.launch_samples(["scaled_matmul"]))[name]
     else:
         found = on_hopper.get(name)
     assert found, "no sample launches it"

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 import aot  # noqa: E402
+import aot_launches  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
@@ -20,6 +21,7 @@ import moe_ops  # noqa: E402
 from moe_ops.kernels._hopper import boxes, memory
 from moe_ops.kernels._runtime import launch  # noqa: E402
 from moe_ops.kernels._runtime.launch import Binary  # noqa: E402
+from moe_ops.ops import STAGES  # noqa: E402
 
 
 @pytest.mark.parametrize("scratch", (0, 128))
@@ -199,3 +201,17 @@ def test_shared_memory_is_reinterpreted_by_the_name_that_gluon_has():
     assert hasattr(gl.shared_memory_descriptor, memory.METHOD)
     shared = SimpleNamespace(**{memory.METHOD: lambda *given, _semantic: given})
     assert memory.reinterpret(shared, "f4", [2], None, _semantic=object()) == ("f4", [2], None)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what Triton does on a GPU")
+@pytest.mark.filterwarnings("ignore")
+def test_an_absent_operand_is_none():
+    """A kernel without a scale, a routing weight or a counter gets None, not another operand."""
+    wrong = set()
+    of_operators = aot_launches.launch_samples(STAGES)
+    for run in (of_operators, aot_launches.launch_more, aot_launches.launch_early):
+        for name, arguments in aot.launched(90, run):
+            operands = [id(x) for x in arguments if x is not None and type(x) is not int]
+            if len(set(operands)) < len(operands):
+                wrong.add(name)
+    assert not wrong

@@ -260,8 +260,8 @@ def test_it_does_not_read_copies_early(name):
     """They are made between the two GEMMs."""
 
     def run(empty):
-        def copy(x):  # what a build without CUDA cannot do
-            return None if x is None else empty(*x.shape, dtype=x.dtype)
+        def copy(*vectors):  # what a build without CUDA cannot do
+            return [None if x is None else empty(*x.shape, dtype=x.dtype) for x in vectors]
 
         layer = Layer(empty, SHAPES["odd"], "fp8_block128", mapped=True)
         given = SumCall(*layer.sum_arguments())
@@ -270,7 +270,7 @@ def test_it_does_not_read_copies_early(name):
         x = copied[name]
         copied[name] = empty(*x.shape, 2, dtype=x.dtype).select(-1, 0)
         tiles = [plan, copied["topk_ids"], copied["expert_map"]]
-        with mock.patch.object(token_gemm, "dense", copy), promised(True):
+        with mock.patch.object(token_gemm, "dense_vectors", copy), promised(True):
             gemm_sum.gemm_sum(*given._replace(w_scale=copied["w_scale"], tiles=tiles))
 
     (kernel,) = aot.compile_launch(90, run)

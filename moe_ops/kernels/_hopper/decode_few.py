@@ -266,8 +266,9 @@ def hopper_decode_few_kernel(
     ring = make_ring(a.dtype.element_ty, descs, 1 + 32 * COPYING, C)
     take_turn()
     num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    scales = global_scale, weight_scale
-    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
+    v = Vectors(
+        global_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
+    )
     added = bias, topk_weights, row_scale
     REGISTERS: gl.constexpr = copying_registers(C.BLOCK_M)
     if C.GROUPS == 1:

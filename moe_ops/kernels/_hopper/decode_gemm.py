@@ -38,7 +38,7 @@ from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense
+from moe_ops.kernels._runtime.slots import dense, dense_vectors
 from moe_ops.kernels.quantize import wide_rows
 from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.packed import CHUNK
@@ -261,11 +261,13 @@ class DecodeGemm:
         told = tile_arguments(given.tiles, out.shape[0], given.w.shape[0])
         quant = get_scheme(self.problem.scheme).activation
         words, scale = c.words.of(given.w), given.w_scale
-        scales = c.scales.of(scale) if c.STAGE_GROUPS else words
-        zeros = c.zeros.of(given.w_zero_point) if c.ZERO_BYTES else words
+        scales = c.scales.of(scale) if c.STAGE_GROUPS else None
+        zeros = c.zeros.of(given.w_zero_point) if c.ZERO_BYTES else None
         boxes = words, scales, zeros
-        added = dense(given.bias), dense(given.topk_weights)
-        factors = out if given.w_global_scale is None else dense(given.w_global_scale), dense(scale)
+        bias, weights, factor, scale = dense_vectors(
+            given.bias, given.topk_weights, given.w_global_scale, scale
+        )
+        added, factors = (bias, weights), (factor, scale)
         processors = device_facts(out.device).processors
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], given.w.shape[0], c.BLOCK_M) * c.NUM_N
@@ -277,7 +279,7 @@ class DecodeGemm:
         else:
             plan, _, num_slots, *_ = told
             rows, row_scale = self.packed(given, quant, plan, num_slots)
-            counter = plan.new_zeros(1) if c.ON_DEMAND else plan
+            counter = plan.new_zeros(1) if c.ON_DEMAND else None
             rest = (*added, row_scale, *factors, counter, *told)
             c.many((processors,), out, c.rows.of(rows), *boxes, *rest)
 

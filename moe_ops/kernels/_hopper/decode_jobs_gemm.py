@@ -18,7 +18,7 @@ from moe_ops.kernels._hopper.decode_jobs import ROWS, WARPS
 from moe_ops.kernels._hopper.decode_slot import hopper_decode_slot_kernel
 from moe_ops.kernels._hopper.decode_sum import hopper_decode_sum_kernel
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import all_dense, dense, map_size
+from moe_ops.kernels._runtime.slots import all_dense, dense, dense_vectors, map_size
 from moe_ops.scheme import get_scheme
 
 
@@ -118,7 +118,9 @@ class DecodeJobs:
         rows, row_scale = wide(given, get_scheme(self.problem.scheme).activation)
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
-        factors = given.w_global_scale
+        bias, weights, factors, ids, mapped = dense_vectors(
+            given.bias, given.topk_weights, given.w_global_scale, topk_ids, expert_map
+        )
         launch(
             (self.programs,),
             rows,
@@ -127,13 +129,13 @@ class DecodeJobs:
             w.stride(0),
             scale,
             zeros,
-            dense(given.bias),
-            dense(given.topk_weights),
+            bias,
+            weights,
             row_scale,
             out,
-            out if factors is None else dense(factors),
-            dense(topk_ids),
-            dense(expert_map),
+            factors,
+            ids,
+            mapped,
             map_size(expert_map, w.shape[0]),
             w.shape[0],
         )

@@ -156,8 +156,10 @@ def hopper_decode_many_kernel(
     fence_async_shared()
     take_turn(LONG=True)
     num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    of_weights, added = (global_scale, weight_scale), (bias, topk_weights, row_scale)
-    v = Vectors(of_weights, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
+    v = Vectors(
+        global_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
+    )
+    added = bias, topk_weights, row_scale
     gl.warp_specialize(
         [
             (multiply, (out, added, ring, queue, v, 0, C)),

@@ -219,12 +219,10 @@ class HopperGemm:
             rows, scales = pack_rows(a, a_scale, *sizes)
         else:
             rows, scales = quantize_rows(a, a_scale, self.quant, *sizes)
-        a_box = c.rows.of(rows)
         c.packed(
-            (device_facts(out.device).processors,), out, a_box, c.weights.of(w),
-            a_box if c.SCALE_COLS is None else c.row_scales.of(scales), bias,
-            plan if scales is None else scales, plan if w_scale is None else w_scale,
-            plan.new_zeros(1) if c.ON_DEMAND else plan, *told,
+            (device_facts(out.device).processors,), out, c.rows.of(rows), c.weights.of(w),
+            None if c.SCALE_COLS is None else c.row_scales.of(scales), bias, scales, w_scale,
+            plan.new_zeros(1) if c.ON_DEMAND else None, *told,
         )  # fmt: skip
 
     def _stream(
@@ -235,8 +233,7 @@ class HopperGemm:
         most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
         c.stream(
             (min(2 * device_facts(out.device).processors, most),), a, a.stride(0), c.weights.of(w),
-            bias, out, out if a_scale is None else a_scale, out if w_scale is None else w_scale,
-            *told,
+            bias, out, a_scale, w_scale, *told,
         )  # fmt: skip
 
 

@@ -189,7 +189,7 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     row = m * C.BLOCK_M + inside
     slot = gl.load(v.tiles + HEADER + row)
     slot = gl.where(slot < 0, v.num_slots, slot)
-    row_scale = slot
+    row_scale = None
     if C.WEIGHTED:
         row_scale = gl.load(v.row_scale + slot, mask=slot < v.num_slots, other=0.0)
     elif C.ITEMSIZE == 1 and C.SCALE_COLS is None:
@@ -246,8 +246,9 @@ def hopper_gemm_kernel(
     ring = Ring(rows, weights, scales, full, empty)
     take_turn(LONG=True)
     num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    scales = row_scale, weight_scale
-    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
+    v = Vectors(
+        row_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
+    )
     if C.GROUPS == 3:
         gl.warp_specialize(
             [

@@ -18,8 +18,8 @@ def _optional(value):
 class Vectors:
     """Scales and tile arguments of a kernel; for the tile arguments see `_gemm.tile`."""
 
-    row_scale: gl.tensor
-    weight_scale: gl.tensor
+    row_scale: gl.tensor | gl.constexpr
+    weight_scale: gl.tensor | gl.constexpr
     tiles: gl.tensor
     expert_map: gl.tensor | gl.constexpr
     num_tiles: gl.tensor
@@ -28,8 +28,10 @@ class Vectors:
     num_experts: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts):
-        self.row_scale, self.weight_scale = scales
+    def __init__(
+        self, row_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
+    ):  # fmt: skip
+        self.row_scale, self.weight_scale = _optional(row_scale), _optional(weight_scale)
         self.tiles, self.expert_map = tiles, _optional(expert_map)
         self.num_tiles, self.num_slots = num_tiles, num_slots
         self.num_ids, self.num_experts = _optional(num_ids), num_experts

@@ -209,8 +209,9 @@ def hopper_stream_kernel(
     ring = Ring(rows, weights, rows, full, empty)
     take_turn()
     num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    scales = row_scale, weight_scale
-    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
+    v = Vectors(
+        row_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
+    )
     gl.warp_specialize(
         [(multiply, (out, bias, ring, v, C)), (copy_tiles, (a, stride_am, w_desc, ring, v, C))],
         [4],

@@ -227,11 +227,10 @@ def multiply_columns(h, h_scale, bias, w_scale, out, ring, vectors, sums, choice
         experts += (found,)
     gdc_wait()
     for tile in gl.static_range(TILES):
-        weight = experts[tile]
         if G.WEIGHTED:
             real = experts[tile] >= 0
-            weight = gl.load(choices.weights + slots[tile], mask=real, other=0.0).to(gl.float32)
-        weights += (weight,)
+            weight = gl.load(choices.weights + slots[tile], mask=real, other=0.0)
+            weights += (weight.to(gl.float32),)
     put_vectors(h, h_scale, vectors, G)
     step = gl.to_tensor(0)
     for unit in range(gl.program_id(0), G.UNITS, gl.num_programs(0)):

@@ -13,7 +13,7 @@ from moe_ops.kernels._hopper.boxes import Boxes, descriptor
 from moe_ops.kernels._hopper.token import hopper_token_kernel, hopper_token_sum_kernel
 from moe_ops.kernels._hopper.token_sizes import TokenSizes, token_sizes
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import all_dense, dense, map_size
+from moe_ops.kernels._runtime.slots import all_dense, dense_vectors, map_size
 
 REGISTERS = {False: 96, True: 160}
 """maxnreg of GEMM 1 (False) and of GEMM 2 with the sum (True).
@@ -42,18 +42,21 @@ class TokenGemm:
         if ready is None:
             ready = _ready(self.problem, self.stages, early, device_facts(w.device))
             self.known[early] = ready
-        num_experts, weights = w.shape[0], given.topk_weights
+        num_experts = w.shape[0]
+        a_scale, bias, w_scale, weights, ids, mapped = dense_vectors(
+            given.a_scale, given.bias, given.w_scale, given.topk_weights, topk_ids, expert_map
+        )
         ready.launch(
             (ready.programs,),
             given.a.contiguous(),
-            topk_ids if given.a_scale is None else dense(given.a_scale),
+            a_scale,
             ready.boxes.of(w),
-            dense(given.bias),
-            topk_ids if given.w_scale is None else dense(given.w_scale),
+            bias,
+            w_scale,
             out,
-            topk_ids if weights is None else dense(weights),
-            dense(topk_ids),
-            dense(expert_map),
+            weights,
+            ids,
+            mapped,
             map_size(expert_map, num_experts),
             num_experts,
         )

@@ -104,16 +104,17 @@ def stage_to_fill(step, ring, G: gl.constexpr):
 
 @gluon.jit
 def scales_at(w_scale, expert, row, G: gl.constexpr):
-    """Pointers to the first scales of weight rows, if pieces have scales.
+    """Pointers to the first scales of weight rows; an empty tuple if pieces have no scales.
 
     Rows past the end of the weight are clamped to its last row.
     """
+    found = ()
     if G.SCALE_COLS is not None:
         GROUPS: gl.constexpr = G.groups
         BANDS: gl.constexpr = G.bands
         band = gl.minimum(row, G.WEIGHT_ROWS - 1) // G.SCALE_ROWS
-        w_scale += (expert.to(gl.int64) * BANDS + band) * GROUPS
-    return w_scale
+        found = w_scale + (expert.to(gl.int64) * BANDS + band) * GROUPS
+    return found
 
 
 @gluon.jit
@@ -225,11 +226,11 @@ def multiply_tile(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def row_vectors(w_scale, bias, expert, row, inside, G: gl.constexpr):
-    """Load the weight scales that span K and the bias of a tile's rows.
+    """Load the weight scales that span K and the bias of a tile's rows; () for an absent one.
 
     Called before the products, so that the loads overlap them.
     """
-    factor, shift = inside, inside
+    factor, shift = (), ()
     if G.ITEMSIZE == 1 and G.SCALE_COLS is None:
         BANDS: gl.constexpr = G.bands
         factor = gl.load(w_scale + expert * BANDS + row // G.SCALE_ROWS, mask=inside, other=0.0)

@@ -49,6 +49,11 @@ def dense(vector):
     return None if vector is None else vector.contiguous()
 
 
+def dense_vectors(*vectors) -> list:
+    """`dense` for several vectors, in fewer Python calls."""
+    return [None if x is None else x.contiguous() for x in vectors]
+
+
 def all_dense(*vectors) -> bool:
     """Whether `dense` copies none of these tensors."""
     return all([x is None or x.is_contiguous() for x in vectors])
