@@ -222,6 +222,9 @@ def weight_parts(
             raise ValueError(f"{name} must {rule} for scheme {scheme}, got {got}")
     if quant is None:
         return
+    packed = is_packed(w)
+    if w.dtype != quant.dtype and not packed:
+        raise TypeError(f"w must have dtype {quant.dtype} for scheme {scheme}, got {w.dtype}")
     experts, n, k = shape
     if not (type(experts) is int and type(n) is int and type(k) is int):
         return
@@ -229,7 +232,7 @@ def weight_parts(
     _of_experts("w_scale", scale, experts, *counts)
     _of_experts("w_global_scale", global_scale, experts, experts, 2 * experts, experts * n)
     _of_experts("w_zero_point", zero_point, experts, zero_points)
-    if is_packed(w):
+    if packed:
         check_packed("w", w, known, n, k)
         if quant.local:
             _groups_first("w_scale", scale, quant.weight_scale_shape(experts, n, k))

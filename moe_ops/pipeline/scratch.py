@@ -10,13 +10,12 @@ from moe_ops.dispatch.operands import GEMMS, operands_of
 from moe_ops.dispatch.problem import GemmProblem, problem_of
 
 
-def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -> tuple[int, ...]:
-    """Bytes of each tensor that an operator allocates besides ``out``; empty for most operators.
+def scratch_sizes(func: Any, given: tuple[Any, ...], device: Device) -> tuple[int, ...]:
+    """Bytes of each tensor that an operator allocates besides its result; empty for most operators.
 
     Args:
         func: any operator.
         given: its positional arguments.
-        out: its result.
         device: the GPU on which it would run.
     """
     problem = problem_of_call(func, given)

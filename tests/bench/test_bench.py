@@ -148,7 +148,7 @@ def test_profile_names_the_stages(device):
         parts = stage_profile.profile_call(bench_layer.moe_ops_layer(experts, inputs), layer_device)
     assert vars(ops) == before, "the operators are unwrapped again"
     named = {f"{part.stage}/{part.operator}" for part in parts if part.stage != "other"}
-    assert {part.stage for part in parts} >= {"align", "expert_gemm", "weight_and_reduce"}
+    assert {part.stage for part in parts} >= {"align", "expert_product", "weight_and_reduce"}
     assert named <= {f"{stage}/{name}" for name, stage in ops.STAGES.items()}
     assert all(part.time_us > 0 and part.kernels >= (device == "cuda") for part in parts)
     assert sum(part.share for part in parts) == pytest.approx(1)
@@ -191,15 +191,15 @@ def test_kernels_belong_to_the_range_that_launches_them():
     def call(slower):
         return [
             ("align/moe_align_block_size", "cuda_driver", 2.0 + slower),
-            ("expert_gemm/expert_gemm", "cuda_runtime", 10.0 + slower),
-            ("expert_gemm/expert_gemm", "cpu_op", 20.0),
+            ("expert_product/expert_product", "cuda_runtime", 10.0 + slower),
+            ("expert_product/expert_product", "cpu_op", 20.0),
             ("not a stage", "cuda_driver", 8.0),
         ]
 
     parts = stage_profile.parts_of(trace_of([call(50.0), call(0.0), call(0.0)]), on_gpu=True)
     assert [tuple(vars(part).values()) for part in parts] == [
         ("align", "moe_align_block_size", 1, 2.0, pytest.approx(0.05)),
-        ("expert_gemm", "expert_gemm", 2, 30.0, pytest.approx(0.75)),
+        ("expert_product", "expert_product", 2, 30.0, pytest.approx(0.75)),
         ("other", "-", 1, 8.0, pytest.approx(0.2)),
     ]
 

@@ -46,7 +46,7 @@ LAUNCHERS = SimpleNamespace(
     **{
         name: getattr(import_module(f"moe_ops.kernels.{stage}"), name)
         for name, stage in ops.STAGES.items()
-        if stage in ("expert_gemm", "scaled_gemm", "weight_only_gemm")
+        if stage == "expert_product"
     }
 )
 SHIPPED = [layer for layers in tuned.read_all().values() for layer in layers.values()]
