@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops import sizes
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.scheme import UNQUANTIZED, Quant, get_scheme, is_packed
+from moe_ops.scheme import UNQUANTIZED, Scheme, get_scheme, is_packed
 from moe_ops.tensors import AnyTiles, AnyWeight
 
 
@@ -111,8 +111,7 @@ def num_slots(
         rule_of_order = f"expert_order must be False for scheme {scheme}, whose weight is quantized"
         raise ValueError(f"{rule_of_order}, got True")
     if quant is not None:
-        packed = known.decoded and is_packed(w)
-        _quantized_rows(a, a_scale, quant, experts, decoded=known.decoded, packed=packed)
+        _quantized_rows(a, a_scale, known, packed=is_packed(w), experts=experts)
     elif a_scale is not None:
         raise ValueError(f"a_scale must be None for scheme {scheme}, got a Tensor")
     elif out_dtype != a.dtype:
@@ -121,22 +120,25 @@ def num_slots(
 
 
 def _quantized_rows(
-    a: Tensor, a_scale: Tensor | None, quant: Quant, experts: int, *, decoded: bool, packed: bool
+    a: Tensor, a_scale: Tensor | None, scheme: Scheme, *, packed: bool, experts: int
 ) -> None:
-    """Check rows that are quantized, or to be quantized by the operator.
+    """Check rows that are quantized, or that the operator quantizes.
 
-    ``decoded``: the operator dequantizes rows, which it quantizes for a weight in the packed form
-    alone.
+    It quantizes rows which it also dequantizes for a weight in the packed form alone.
     """
-    later = packed and a_scale is None
-    if decoded and not later and (a_scale is None or a.dtype != quant.dtype):
+    quant, _ = scheme.quants
+    stored, later = a.dtype == quant.dtype, packed and a_scale is None
+    if scheme.decoded and not later and (a_scale is None or not stored):
+        rule = f"a must be rows as scheme {scheme.key} stores them, with scales"
         got = "None" if a_scale is None else f"rows of dtype {a.dtype}"
-        raise ValueError(f"a must be rows as the scheme stores them, with scales, got {got}")
+        raise ValueError(f"{rule}, got {got}")
     if a_scale is None:
-        if a.dtype == quant.dtype:
+        if stored:
             raise ValueError(f"a_scale must be given with rows of dtype {a.dtype}, got None")
-    elif a.dtype == quant.dtype:
-        rows, width = a.shape
-        sizes.stored_row_scale(a_scale, quant, rows, (1 + quant.element.packed) * width, experts)
+        return
+    rows, width = a.shape
+    if stored:
+        k = 2 * width if quant.element.packed else width
+        sizes.stored_row_scale(a_scale, quant, rows, k, experts)
     else:
-        sizes.row_scale(a_scale, quant, a.shape[0])
+        sizes.row_scale(a_scale, quant, rows)

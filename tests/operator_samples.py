@@ -326,7 +326,8 @@ def symbolic_tokens(mode, env, unbacked):
 def two_slots(call):
     """A GEMM of two slots, whose ids tell its tiles: no plan is read."""
     rows, k = 2 // call["top_k"], len(call["a"])
-    cut = {name: x[:rows] for name, x in call.items() if name in ("a", "a_scale") and len(x) == k}
+    given = {name: x for name, x in call.items() if name in ("a", "a_scale") and x is not None}
+    cut = {name: x[:rows] for name, x in given.items() if len(x) == k}
     weights = {name: x[:1] for name, x in call.items() if name == "topk_weights" and x is not None}
     ids = torch.empty(1, 2, dtype=torch.int32, device=call["a"].device)
     return {**call, **cut, **weights, "tiles": [None, ids, ids.new_empty(5)]}

@@ -108,7 +108,7 @@ def test_added_where_it_cannot_be(device):
     if INTERPRETED:
         return  # operators are their kernels
     with pytest.raises(ValueError, match="bias must be None where products are added"):
-        ops.expert_product_out(x, [w, w[0]], None, tiles, 1, out=out)
+        ops.expert_product_out(x, [w, w[..., 0]], None, tiles, 1, out=out)
     with pytest.raises(NotImplementedError, match="gradients of expert_product_out"):
         ops.expert_product_out(x.requires_grad_(), [w], None, tiles, 1, out=out)
 

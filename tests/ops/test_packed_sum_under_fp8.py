@@ -42,7 +42,7 @@ def summed(rows, q, bias, weights, tiles, scheme, dtype=BF16):
     if not INTERPRETED:
         device = "cuda" if HAS_CUDA else "cpu"
         head = tree_map_only(torch.Tensor, lambda t: t.to(device), (*rows, weight_of(q, bias)))
-        weights, tiles = weights.to(device), [None if t is None else t.to(device) for t in tiles]
+        weights, *tiles = (None if t is None else t.to(device) for t in (weights, *tiles))
         return ops.expert_product_sum(*head, weights, tiles, scheme, dtype).cpu()
     problem = problem_of_call(
         "expert_product_sum", a=rows[0], a_scale=rows[1], w=q.data, w_scale=q.scale,
@@ -84,10 +84,8 @@ def check(scheme, k=4, n=128, kk=192, *, bias=True, scaled=True, holes=False, lo
     factors = used.view(1, k).double()
     factors = factors if weights is None else factors * weights.double().nan_to_num()
     exact = exact.rounded(dtype).unflatten(1, k).weighted_sum(factors).rounded(dtype)
-    head = (data, scale, q.data, q.scale, added, weights, tiles, scheme, dtype)
-    assert_matches_reference(
-        actual, exact, reference.expert_product_sum(*head, w_global_scale=q.global_scale)
-    )
+    head = (data, scale, weight_of(q, added), weights, tiles, scheme, dtype)
+    assert_matches_reference(actual, exact, reference.expert_product_sum(*head))
 
 
 @given(

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from moe_ops import ops
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.ops import STAGES
+from moe_ops.tensors import ExpertWeight
 
 pytestmark = pytest.mark.kernel
 
@@ -106,14 +107,15 @@ def test_fewer_rows_than_the_others_have(qualified, name, device):
     name, _, field = name.partition(".")
 
     def given(call):
-        return getattr(call[name], field) if field else call.get(name)
+        return getattr(ExpertWeight(*call[name]), field) if field else call.get(name)
 
     several = [call for call in called(qualified, device) if given(call) is not None]
     several = several[-1:] if name == "scale" else of_each_scheme(several, 1)
     for call in several:
         x = given(call)
         shorter = torch.cat([x] * 2)[:3] if name == "scale" else x[:-1]
-        shorter = call[name]._replace(**{field: shorter}) if field else shorter
+        if field:
+            shorter = ExpertWeight(*call[name])._replace(**{field: shorter})
         with pytest.raises(ValueError, match="must"):
             overload(qualified)(**{**call, name: shorter})
 
