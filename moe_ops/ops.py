@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from moe_ops import flops, gradients
+from moe_ops import flops, gradients, retired
 from moe_ops.checks import remembered
 
 NAMESPACE = "moe_ops"
@@ -355,4 +355,9 @@ symmetric_return = _op(
     "symmetric_return(Tensor sums, Tensor? expert_ranks, Tensor peers, Tensor(a!) state,"
     " SymInt top_k) -> Tensor",
 )
+for version, schemas in retired.SCHEMAS.items():
+    for schema in schemas:
+        name = schema.split("(")[0]
+        _library.define(schema)
+        _library.impl(name, retired.refusal(name, version), "CompositeExplicitAutograd")
 flops.register()
