@@ -2,8 +2,8 @@
 
 ``expert_product`` is both GEMMs of a layer; where a layer lets it quantize its rows, its time
 includes that. ``expert_product_sum`` is the second GEMM with the weighted sum, which a layer that
-runs eagerly calls for one token only. ``expert_product.out`` adds the product of an adapter's second
-factor, of rank 16.
+runs eagerly calls for one token only. ``expert_product.out`` adds the product of an adapter's
+second factor, of rank 16.
 
 ``dense_mm`` is one matrix product of the same flops that ignores the experts: the bound where a
 batch is large. ``even_bmm`` spreads the rows evenly over the experts that are hit: the bound where

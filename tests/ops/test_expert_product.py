@@ -17,7 +17,8 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, direct_slots
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.align import plan_slots
-from moe_ops.tensors import Tiles
+from moe_ops.scheme import quantize_weight
+from moe_ops.tensors import ExpertWeight, Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
@@ -92,6 +93,23 @@ def test_added(tokens, k, n, rank, dtype, tile, weighted, turned, invariant, rou
         dtype
     )
     assert_matches_reference(out.cpu(), exact, near)
+
+
+def test_what_is_refused(device):
+    """Rows in expert order with a quantized weight, and lists that are no weight."""
+    x, q = torch.zeros(4, 8, device=device), quantize_weight(torch.ones(3, 16, 8), "int8_w8a16")
+    tiles = [*planned(torch.zeros(4, 1, dtype=torch.int32, device=device), None, 3)]
+    w = ExpertWeight(q.data.to(device), None, q.scale.to(device))
+    how = (None, tiles, 1, "int8_w8a16", x.dtype)
+    with pytest.raises(ValueError, match="expert_order must be False for scheme int8_w8a16, whose"):
+        ops.expert_product(x, None, w, *how, "", True)
+    for wrong, rule in (
+        ([], r"weight must be \[data, bias, scale, zero_point, global_scale\], got 0 entries"),
+        ([*w, None], r"weight must be \[data, .*\], got 6 entries"),
+        ([None, *w[1:]], r"weight\[0\] must be the stored values, got None"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            ops.expert_product(x, None, wrong, *how)
 
 
 def test_added_where_it_cannot_be(device):
