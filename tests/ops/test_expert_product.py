@@ -112,6 +112,20 @@ def test_what_is_refused(device):
             ops.expert_product(x, None, wrong, *how)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="operators are their kernels")
+def test_a_weight_that_requires_grad(device):
+    """A gradient is never missing silently: also not that of one tensor among others in a list."""
+    x, w = torch.zeros(4, 8, device=device), torch.zeros(3, 16, 8, device=device)
+    tiles = [*planned(torch.zeros(4, 1, dtype=torch.int32, device=device), None, 3)]
+    for weight in (
+        ExpertWeight(w.clone().requires_grad_()),
+        [w, w[..., 0].clone().requires_grad_()],
+    ):
+        y = ops.expert_product(x, None, weight, None, tiles, 1, "unquantized", x.dtype)
+        with pytest.raises(NotImplementedError, match="gradients of expert_product"):
+            y.sum().backward()
+
+
 def test_added_where_it_cannot_be(device):
     x, w = torch.zeros(4, 8, device=device), torch.zeros(3, 16, 8, device=device)
     ids = torch.zeros(4, 1, dtype=torch.int32, device=device)

@@ -51,7 +51,8 @@ def launched_problem(name, arguments, keywords):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_ready", lambda problem, *rest: (found.append(problem), None))
         patch.setattr(run, "PREPARED", {})
-        getattr(import_module(f"moe_ops.kernels.{STAGES[name]}"), name)(*arguments, **keywords)
+        module = import_module(f"moe_ops.kernels.{STAGES[name]}")
+        getattr(module, name.replace(".", "_"))(*arguments, **keywords)
     return found[0]
 
 
