@@ -14,6 +14,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.adapters import adapters_of
+from moe_ops.layer.host_memory import resident_of
 from moe_ops.layer.initial import initialize
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
@@ -132,7 +133,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
-        self.quant_method.create_weights(self, self.sizes, given.device)
+        self.resident_experts, stored_on = resident_of(self.sizes, top_k, given)
+        self.quant_method.create_weights(self, self.sizes, stored_on)
         add_gate(self, given)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
@@ -153,6 +155,9 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip
         initialize(self)
+        if self.resident_experts is not None:
+            self._device = torch.empty(0, device=given.device).device
+            self.renew_slots()
 
     def forward(
         self,
@@ -404,7 +409,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             num_tokens: the token counts to expect, or one number for every count up to it.
             router_logits_dtype: dtype of the logits; None means the dtype of the tokens.
         """
-        w1, w2, dtype = self.w13_weight, self.w2_weight, self.sizes.dtype
+        host, dtype = self.host_experts, self.sizes.dtype
+        w1, w2 = (self.w13_weight, self.w2_weight) if host is None else (host.w1, host.w2)
         if self.exchanges_tokens:
             compare_ranks(self)
 

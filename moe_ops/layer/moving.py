@@ -63,6 +63,7 @@ class KeepsBits(WeightLoading):
             init.zeros_(self.shared_expert_gate_weight)
         self.w13_input_order = None
         self._fill_expert_map()
+        self.renew_slots()
 
     def _fill_expert_map(self) -> None:
         """Write this rank's numbers into the buffer, which keeps its address."""
@@ -102,7 +103,11 @@ class KeepsBits(WeightLoading):
         quantized = self.sizes.scheme.weight is not None
         kept = self._kept(CAST if quantized else CAST_UNQUANTIZED)
 
+        on_host = {} if self.resident_experts is None else self._apply_on_host(fn, kept)
+
         def moved(x: Tensor) -> Tensor:
+            if id(x) in on_host:
+                return on_host[id(x)]
             if id(x) not in kept:
                 return fn(x)
             stored = x.data.contiguous()  # `.to(dtype)` leaves integers alone
@@ -115,6 +120,7 @@ class KeepsBits(WeightLoading):
             self._fill_expert_map()
         self._attach_loaders()
         self.quant_method.forget()
+        self.renew_slots()
         return self
 
     def _kept(self, cast: Container[str]) -> set[int]:
@@ -133,7 +139,7 @@ class KeepsBits(WeightLoading):
             else x
             for name, x in self._parameters.items()
         }
-        return {**self.__dict__, "_parameters": parameters}
+        return {**self.__dict__, "_parameters": parameters, "host_experts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore 8-bit floats and give each parameter its ``weight_loader``."""
@@ -143,6 +149,7 @@ class KeepsBits(WeightLoading):
         }
         super().__setstate__({**state, "_parameters": parameters})
         self._attach_loaders()
+        self.renew_slots()
 
 
 def _packed_fill(byte: float) -> int:

@@ -210,7 +210,9 @@ def _experts(
         dtype = torch.get_autocast_dtype(kind_of_device)
         plan = plan if hidden_states.dtype == dtype else None
         hidden_states = hidden_states.to(dtype)
-        if scheme.weight is None:
+        if config.on_host is not None:
+            _check_autocast(w1, dtype, scheme)
+        elif scheme.weight is None:
             w1, w2 = w1.to(dtype), w2.to(dtype)
     kind, key = kind_and_key(activation)
     b1, b2 = config.biases(*biases)
@@ -233,6 +235,14 @@ def _experts(
         return refuse(out, inputs, "fused_experts", reason)
     check_transforms("fused_experts")
     return differentiable_experts(*call, lora)
+
+
+def _check_autocast(w1: Tensor, dtype: torch.dtype, scheme: Scheme) -> None:
+    """Raise NotImplementedError for experts in host memory that autocast would have to cast."""
+    if scheme.weight is None and w1.dtype != dtype:
+        raise NotImplementedError(
+            f"torch.autocast must have the dtype of experts in host memory, {w1.dtype}, got {dtype}"
+        )
 
 
 def _untrained(

@@ -101,6 +101,29 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
     )
 
 
+def present_rows(planned: PlannedRows, rows: Tensor | None) -> PlannedRows:
+    """The rows of a plan whose experts have a row of the weight, which stands for the expert.
+
+    Args:
+        planned: the rows of a plan.
+        rows: `ExpertWeight.rows`.
+    """
+    if rows is None:
+        return planned
+    slots, experts, counts, between = planned
+    row_of = [rows.tolist()[expert] for expert in experts]
+    each = [row >= 0 for row, count in zip(row_of, counts, strict=True) for _ in range(count)]
+    kept = torch.tensor(each, dtype=torch.bool, device=slots.device)
+    if isinstance(between, slice):
+        between = torch.arange(between.start, between.stop, device=slots.device)
+    return PlannedRows(
+        slots[kept],
+        [row for row in row_of if row >= 0],
+        [count for row, count in zip(row_of, counts, strict=True) if row >= 0],
+        between[kept],
+    )
+
+
 def _index(entries: list[int], size: int, device: torch.device) -> Tensor:
     """int64 indices into an axis of ``size``, moved inside."""
     if not entries:
