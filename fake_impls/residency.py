@@ -47,13 +47,14 @@ def host_product(
     topk_weights: Tensor | None,
     tiles: AnyTiles,
     top_k: int,
-    width: int,
+    num_rows: int,
     out_dtype: torch.dtype,
     activation: str = "",
     expert_order: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``(slots, width)``, as `expert_product` returns it."""
+    """``(slots, N)``, or ``(slots, I)`` with a gated activation: see `expert_product`."""
+    width = sizes.activated("w", num_rows, activation)
     return a.new_empty((a.shape[0] * top_k, width), dtype=out_dtype)
 
 
@@ -64,14 +65,14 @@ def host_product_sum(
     state: Tensor,
     topk_weights: Tensor | None,
     tiles: AnyTiles,
-    width: int,
+    num_rows: int,
     out_dtype: torch.dtype,
     expert_order: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``(T, width)``."""
+    """``(T, N)``."""
     _, topk_ids, expert_map = tiles
     if topk_ids is None:
         raise ValueError("tiles[1] must be topk_ids, got None")
     tokens, _ = sizes.slots(topk_ids, expert_map)
-    return a.new_empty((tokens, width), dtype=out_dtype)
+    return a.new_empty((tokens, num_rows), dtype=out_dtype)

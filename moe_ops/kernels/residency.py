@@ -90,6 +90,39 @@ def _rank(keys, num_slots, SLOTS: tl.constexpr, COMPARED: tl.constexpr):
     return rank
 
 
+@triton.jit
+def _assign(
+    experts, targets, pending, in_slot, used, kept, missing, number, index, free,
+    K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
+    """Write the missing experts and the slots that they get; ``pending`` gets the old experts."""
+    expert, slot = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    is_slot = slot < K
+    key = tl.where(in_slot < 0, -1, used)
+    tl.store(pending + slot, tl.where(kept, NEVER, key), mask=is_slot)
+    tl.debug_barrier()
+    rank = _rank(pending, K, SLOTS, COMPARED)
+    tl.debug_barrier()
+    tl.store(targets + rank, slot.to(tl.int64), mask=is_slot & (rank < free))
+    later = missing & (number >= K)
+    tl.store(targets + index, (number % K).to(tl.int64), mask=later)
+    tl.store(experts + index, expert.to(tl.int64), mask=missing)
+    tl.store(pending + slot, in_slot, mask=is_slot)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _count_call(state, now, num_resident, num_missing, K: tl.constexpr):
+    """Write the numbers of the call, and add them to the counters."""
+    mirror = tl.load(state + _MIRROR)
+    tl.store(state + _CLOCK, now + 1)
+    tl.store(state + _RESIDENT, num_resident.to(tl.int64))
+    tl.store(state + _MISSING, num_missing.to(tl.int64))
+    _count(state, mirror, _HITS, num_resident)
+    _count(state, mirror, _MISSES, num_missing)
+    _count(state, mirror, _WAVES, (num_resident + num_missing + K - 1) // K)
+
+
 @triton.jit(do_not_specialize=["num_ids"])
 def _make_resident_kernel(
     topk_ids, expert_map, state, num_ids, num_global,
@@ -115,46 +148,31 @@ def _make_resident_kernel(
     kept = tl.load(experts + in_slot, mask=in_slot >= 0, other=0) != 0
     tl.debug_barrier()
     slot_of = tl.load(place + expert, mask=is_expert, other=-1)
-    resident, missing = wanted & (slot_of >= 0), wanted & (slot_of < 0)
-    num_resident = tl.sum(resident.to(tl.int32), 0)
+    missing = wanted & (slot_of < 0)
     num_missing = tl.sum(missing.to(tl.int32), 0)
+    num_resident = tl.sum(wanted.to(tl.int32), 0) - num_missing
     index = tl.cumsum(missing.to(tl.int32), 0) - 1
     number = num_resident + index  # of missing experts
-    wave = number // K
-    free = tl.minimum(num_missing, K - num_resident)  # missing experts of the first wave
-    everyone = num_resident + num_missing
-
     if num_missing > 0:
-        key = tl.where(in_slot < 0, -1, used)
-        tl.store(pending + slot, tl.where(kept, NEVER, key), mask=is_slot)
-        tl.debug_barrier()
-        rank = _rank(pending, K, SLOTS, COMPARED)
-        tl.debug_barrier()
-        tl.store(targets + rank, slot.to(tl.int64), mask=is_slot & (rank < free))
-        later = missing & (wave > 0)
-        tl.store(targets + index, (number % K).to(tl.int64), mask=later)
-        tl.store(experts + index, expert.to(tl.int64), mask=missing)
-        tl.store(pending + slot, in_slot, mask=is_slot)
-        tl.debug_barrier()
+        free = tl.minimum(num_missing, K - num_resident)  # missing experts of the first wave
+        _assign(
+            experts, targets, pending, in_slot, used, kept, missing, number, index, free,
+            K, EXPERTS, SLOTS, COMPARED,
+        )  # fmt: skip
     target = tl.load(targets + index, mask=missing, other=0)
-    at = tl.where(missing, wave * K + target, tl.where(wanted, slot_of, -1))
+    at = tl.where(missing, number // K * K + target, tl.where(wanted, slot_of, -1))
     tl.store(place + expert, at, mask=is_expert)
     if num_missing > 0:
-        following = tl.where(wave == 0, K + target, number + K)
-        tl.store(pending + target, expert.to(tl.int64), mask=missing & (following >= everyone))
+        # The number that has the same slot next, if there is one.
+        following = tl.where(number < K, K + target, number + K)
+        ends_there = missing & (following >= num_resident + num_missing)
+        tl.store(pending + target, expert.to(tl.int64), mask=ends_there)
         tl.debug_barrier()
         then = tl.load(pending + slot, mask=is_slot, other=-1)
         tl.store(held + slot, tl.where(then == in_slot, in_slot, -1), mask=is_slot)
         used = tl.where(then == in_slot, used, now)
     tl.store(last_use + slot, tl.where(kept, now, used), mask=is_slot)
-
-    mirror = tl.load(state + _MIRROR)
-    tl.store(state + _CLOCK, now + 1)
-    tl.store(state + _RESIDENT, num_resident.to(tl.int64))
-    tl.store(state + _MISSING, num_missing.to(tl.int64))
-    _count(state, mirror, _HITS, num_resident)
-    _count(state, mirror, _MISSES, num_missing)
-    _count(state, mirror, _WAVES, (everyone + K - 1) // K)
+    _count_call(state, now, num_resident, num_missing, K)
 
 
 @triton.jit(do_not_specialize=["wave"])
@@ -268,7 +286,7 @@ def host_product(
     topk_weights: Tensor | None,
     tiles: AnyTiles,
     top_k: int,
-    width: int,
+    num_rows: int,
     out_dtype: torch.dtype,
     activation: str = "",
     expert_order: bool = False,
@@ -277,7 +295,7 @@ def host_product(
     """Launch for each wave the copy, and the kernel that the plan of all experts chooses."""
     owner, how = residency_of(table)[0], (activation, expert_order, batch_invariant)
     operands = (a, a_scale, table, state, topk_weights, tiles)
-    out = fakes.host_product(*operands, top_k, width, out_dtype, *how)
+    out = fakes.host_product(*operands, top_k, num_rows, out_dtype, *how)
 
     def multiply(weight: ExpertWeight) -> None:
         rest = (top_k, owner.scheme, out_dtype, *how)
@@ -295,7 +313,7 @@ def host_product_sum(
     state: Tensor,
     topk_weights: Tensor | None,
     tiles: AnyTiles,
-    width: int,
+    num_rows: int,
     out_dtype: torch.dtype,
     expert_order: bool = False,
     batch_invariant: bool = False,
@@ -304,7 +322,7 @@ def host_product_sum(
     owner, how = residency_of(table)[0], (expert_order, batch_invariant)
     _, topk_ids, expert_map = tiles
     if topk_ids is None or topk_ids.shape[0] != 1:
-        rest = (1, width, out_dtype, "", *how)
+        rest = (1, num_rows, out_dtype, "", *how)
         y = host_product(a, a_scale, table, state, None, tiles, *rest)
         return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, owner.num_experts)
     out: list[Tensor] = []

@@ -15,8 +15,8 @@ from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.routing import RoutingMethodType, get_routing_method_type
 from moe_ops.scheme import Scheme

@@ -218,11 +218,11 @@ def _move_back(layer: HoldsExperts, device: torch.device) -> None:
     """Put all experts on the device, as a layer without host memory has them."""
     if layer.resident_experts is None and layer.w13_weight.device == device:
         return
-    names = [name for name in parameter_specs(layer.sizes) if layer._parameters.get(name) is not None]
-    moved = {name: layer._parameters[name].detach().to(device, copy=True) for name in names}
+    own = {name: layer._parameters.get(name) for name in parameter_specs(layer.sizes)}
+    held = {name: x for name, x in own.items() if x is not None}
+    moved = {name: x.detach().to(device, copy=True) for name, x in held.items()}
     for name, x in moved.items():
-        trained = layer._parameters[name].requires_grad
-        layer.register_parameter(name, nn.Parameter(x, requires_grad=trained))
+        layer.register_parameter(name, nn.Parameter(x, requires_grad=held[name].requires_grad))
     layer.host_experts = layer.resident_experts = layer._device = None
     layer.quant_method.forget()
 

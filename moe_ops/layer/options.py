@@ -213,14 +213,6 @@ class FusedMoEOptions:
             checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
         if self.batch_invariant:
             self._check_batch_invariant()
-        if self.resident_experts is not None:
-            self._check_resident()
-
-    def _check_resident(self) -> None:
-        """Raise NotImplementedError for layers whose experts cannot be in host memory."""
-        reason = against_host_memory(self.enable_eplb, self.parallel_config())
-        if reason is not None:
-            raise NotImplementedError(reason)
 
     def _check_kinds(self) -> None:
         """Raise TypeError for a value that is not the flag, dtype, scheme or function wanted."""
@@ -327,6 +319,8 @@ class FusedMoEOptions:
                 )
         parallel = self.parallel_config()
         lacks = parallel.lacks()
+        if lacks is None and self.resident_experts is not None:
+            lacks = against_host_memory(self.enable_eplb, parallel)
         if lacks is not None:
             raise NotImplementedError(lacks)
         strategy = self.expert_placement_strategy
@@ -406,8 +400,8 @@ def against_host_memory(enable_eplb: bool, parallel: FusedMoEParallelConfig) -> 
     """Say why the experts of a layer cannot be in host memory; None: they can."""
     if enable_eplb:
         return (
-            "enable_eplb must be False with resident_experts, since experts that move between ranks "
-            "must all be on the device, got True"
+            "enable_eplb must be False with resident_experts, since experts that move between "
+            "ranks must all be on the device, got True"
         )
     if parallel.exchanges_tokens:
         return (

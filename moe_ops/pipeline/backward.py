@@ -32,7 +32,6 @@ from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight, Routing, Rows
 
-
 TRAINS_NOT = "experts in host memory are for inference, train without resident_experts"
 """Why experts in host memory have no gradients, nor have their inputs."""
 

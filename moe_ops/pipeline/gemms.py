@@ -25,7 +25,6 @@ from moe_ops.pipeline.row_spaces import (
     sure,
 )
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
-from moe_ops.sizes import activated as activated_width
 from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight, Rows
 
 
@@ -158,9 +157,10 @@ def gemm(
     """
     where, in_order = ([*space.tiles], top_k), space.expert_order and scheme.weight is None
     if isinstance(weight, HostWeight):
-        width = activated_width("w", weight.data.shape[1], activation)
-        given = (rows.data, rows.scale, weight.table, weight.state, topk_weights, *where, width)
-        return ops.host_product(*given, dtype, activation, in_order, space.batch_invariant)
+        given = (rows.data, rows.scale, weight.table, weight.state, topk_weights, *where)
+        return ops.host_product(
+            *given, weight.data.shape[1], dtype, activation, in_order, space.batch_invariant
+        )
     how = (scheme.key, dtype, activation, in_order, space.batch_invariant)
     return ops.expert_product(rows.data, rows.scale, [*weight], topk_weights, *where, *how)
 

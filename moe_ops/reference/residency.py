@@ -21,6 +21,7 @@ from moe_ops.residency.state import (
     StateLayout,
     waves_of,
 )
+from moe_ops.sizes import activated
 from moe_ops.tensors import AnyTiles, ExpertWeight
 
 
@@ -125,7 +126,7 @@ def host_product(
     topk_weights: Tensor | None,
     tiles: AnyTiles,
     top_k: int,
-    width: int,
+    num_rows: int,
     out_dtype: torch.dtype,
     activation: str = "",
     expert_order: bool = False,
@@ -141,13 +142,13 @@ def host_product(
         topk_weights: see `expert_product`.
         tiles: the fields of a `Tiles`, with ``topk_ids``.
         top_k: see `expert_product`.
-        width: columns of the result.
+        num_rows: N, rows of the weight.
         out_dtype: see `expert_product`.
         activation: see `expert_product`.
         expert_order: see `expert_product`.
         batch_invariant: see `expert_product`.
     """
-    scheme = residency_of(table)[0].scheme
+    scheme, width = residency_of(table)[0].scheme, activated("w", num_rows, activation)
     out = a.new_zeros((a.shape[0] * top_k, width), dtype=out_dtype)
     how = (top_k, scheme, out_dtype, activation, expert_order, batch_invariant)
 
@@ -165,13 +166,13 @@ def host_product_sum(
     state: Tensor,
     topk_weights: Tensor | None,
     tiles: AnyTiles,
-    width: int,
+    num_rows: int,
     out_dtype: torch.dtype,
     expert_order: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``; y is the `host_product` of slots."""
-    how = (width, out_dtype, "", expert_order, batch_invariant)
+    how = (num_rows, out_dtype, "", expert_order, batch_invariant)
     y = host_product(a, a_scale, table, state, None, tiles, 1, *how)
     _, topk_ids, expert_map = tiles
     experts = residency_of(table)[0].num_experts

@@ -37,9 +37,8 @@ def available_bytes() -> int | None:
             fields = dict(line.split(":", 1) for line in lines)
         room.append(int(fields["MemAvailable"].split()[0]) * 1024)
     for limit, used in LIMITS:
-        with suppress(OSError, ValueError):
-            with open(limit) as most, open(used) as now:
-                room.append(int(most.read()) - int(now.read()))
+        with suppress(OSError, ValueError), open(limit) as most, open(used) as now:
+            room.append(int(most.read()) - int(now.read()))
     return min(room, default=None)
 
 

@@ -162,7 +162,9 @@ class Waves(NamedTuple):
         owner, number = residency_of(table)
         _, topk_ids, expert_map = tiles
         if topk_ids is None:
-            raise NotImplementedError("tiles[1] must be topk_ids for experts in host memory, got None")
+            raise NotImplementedError(
+                "tiles[1] must be topk_ids for experts in host memory, got None"
+            )
         sizes = (owner.num_experts, owner.num_slots)
         count = waves_of(*sizes, topk_ids.numel())
         if number == 0 and count:
