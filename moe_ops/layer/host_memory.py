@@ -18,7 +18,7 @@ from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.host_experts import HostExperts, host_experts, store
+from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_of, store
 from moe_ops.residency import Amount, OffloadStats, parse_amount
 from moe_ops.residency.slots import STORED
 from moe_ops.tensors import ExpertWeights
@@ -198,16 +198,11 @@ def _move(layer: HoldsExperts, resident: int, device: torch.device) -> None:
     held = store(weights, pinned=device.type == "cuda")
     config = layer.quant_method.stored_config(layer)
     made = host_experts(held, config, resident, device)
-    places: dict[int, Tensor] = {}
-    for weight, stored in zip(weights[:2], held.weights, strict=True):
-        for x, y in zip(weight[: len(STORED)], stored, strict=False):
-            if x is not None and y is not None:
-                places[x.data_ptr()] = y
     for name in parameter_specs(layer.sizes):
         x = layer._parameters.get(name)
         if x is not None:
-            new = places.get(x.data_ptr())
-            new = x.detach().cpu() if new is None or new.shape != x.shape else new
+            new = place_of(x.detach(), weights, held)
+            new = x.detach().cpu() if new is None else new
             layer.register_parameter(name, nn.Parameter(new, requires_grad=False))
     layer._buffers.update(_moved_buffers(layer, device))
     layer.host_experts, layer.resident_experts, layer._device = made, resident, device

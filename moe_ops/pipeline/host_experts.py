@@ -71,6 +71,24 @@ def store(weights: ExpertWeights, *, pinned: bool) -> Store:
     return Store((stored[0], stored[1]), memory)
 
 
+def place_of(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
+    """Return the tensor of a store whose numbers are those of a parameter; None: there is none.
+
+    Args:
+        x: the parameter that one of ``weights`` is, or is a view of.
+        weights: the weights that `store` was given.
+        held: the store.
+    """
+    for weight, stored in zip(weights[:2], held.weights, strict=True):
+        for w, y in zip(weight[: len(STORED)], stored, strict=False):
+            if w is None or y is None or w.data_ptr() != x.data_ptr() or w.nbytes != x.nbytes:
+                continue
+            if w.stride() == y.stride():
+                whole = torch.empty(0, dtype=x.dtype, device="cpu")
+                return whole.set_(y.untyped_storage(), 0, x.shape, x.stride())
+    return None
+
+
 def _strides(x: Tensor) -> tuple[int, ...]:
     """The strides of ``x`` if each expert is one range of memory, one after the other."""
     size, dense = x.stride(0), x[0].numel()
