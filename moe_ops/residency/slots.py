@@ -100,6 +100,10 @@ class Residency:
         first = (table.data_ptr() - self.table.data_ptr()) // (8 * COLUMNS)
         return self.pairs[first : first + len(table)]
 
+    def memory_of(self) -> list[Tensor]:
+        """All memory that kernels reach by addresses: store, slots and counters."""
+        return [*(x for pair in self.pairs for x in pair), self.counters]
+
     def rows_of(self, state: Tensor) -> Tensor:
         """The slot of each expert of the current wave, by a state: this one's, or a copy of it."""
         if state.data_ptr() == self.state.data_ptr():
@@ -139,6 +143,11 @@ def residency_of(table: Tensor) -> tuple[Residency, int]:
     if found is None or len(table) > len(found.table):
         raise ValueError("table must be one of `tables` of a Residency, got another tensor")
     return found, int(table.data_ptr() != found.table.data_ptr())
+
+
+def open_residencies() -> list[Residency]:
+    """All slots of this process."""
+    return list({id(owner): owner for owner in _OPEN.values()}.values())
 
 
 class Waves(NamedTuple):
