@@ -141,15 +141,25 @@ class KeepsBits(WeightLoading):
         }
         return {**self.__dict__, "_parameters": parameters, "host_experts": None}
 
+    def __copy__(self) -> KeepsBits:
+        """Return a layer with the same parameters, and the same slots if it has some."""
+        copied = self.__class__.__new__(self.__class__)
+        copied._restore(self.__getstate__())
+        copied.host_experts = self.host_experts
+        return copied
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore 8-bit floats and give each parameter its ``weight_loader``."""
+        """Restore 8-bit floats and give each parameter its ``weight_loader``; make new slots."""
+        self._restore(state)
+        self.renew_slots()
+
+    def _restore(self, state: dict[str, Any]) -> None:
         parameters = {
             name: nn.Parameter(x.data.view(x.dtype), False) if isinstance(x, _Bytes) else x
             for name, x in state["_parameters"].items()
         }
         super().__setstate__({**state, "_parameters": parameters})
         self._attach_loaders()
-        self.renew_slots()
 
 
 def _packed_fill(byte: float) -> int:
