@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from operator_samples import I32, OF_WINDOWS, keywords, overload, samples
+from operator_samples import BY_ADDRESS, I32, keywords, overload, samples
 from sum_calls import SumCall, SumProblem, exact, sum_call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -204,7 +204,7 @@ def operator_cases() -> Iterator[Case]:
     sources = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
     for source, calls in sources.items():
         for qualified, several in calls().items():
-            if qualified in OF_WINDOWS:
+            if qualified in BY_ADDRESS:
                 continue
             for number in range(len(several)):
                 pick = lambda c=calls, q=qualified, n=number: c()[q][n]  # noqa: E731

@@ -35,7 +35,8 @@ class HoldsExperts(ExpertLayer):
     @property
     def compute_device(self) -> torch.device:
         """The device on which the experts run: that of the slots, else that of the weights."""
-        return self.w13_weight.device if self._device is None else self._device
+        own: torch.device = self.w13_weight.device
+        return own if self._device is None else self._device
 
     def offload_stats(self) -> OffloadStats:
         """Return hits, misses, copied bytes and waves so far. The host waits for nothing.
@@ -69,6 +70,24 @@ class HoldsExperts(ExpertLayer):
                 y.copy_(x)
         host.residency.empty_()
 
+    def _device_of_store(self, given: FusedMoEOptions) -> torch.device | str | None:
+        """Note how many experts of a new layer are resident; return where its parameters go.
+
+        Raises:
+            TypeError, ValueError: as `parse_amount`.
+        """
+        if given.resident_experts is None:
+            return given.device
+        experts = self.sizes.num_experts
+        least = min(self.top_k + given.n_shared_experts, experts)
+        amount = Amount(experts, least, expert_bytes(self.sizes))
+        (count,) = parse_amount("resident_experts", given.resident_experts, [amount])
+        if count == experts:
+            return given.device
+        self.resident_experts = count
+        self._device = torch.empty(0, device=given.device).device
+        return "meta" if self._device.type == "meta" else "cpu"
+
     def _apply_on_host(self, fn: Any, kept: Container[int]) -> dict[int, Tensor]:
         """Return what a move leaves of the parameters on the host, by the ids of the old ones.
 
@@ -76,7 +95,7 @@ class HoldsExperts(ExpertLayer):
         """
         old = torch.empty(0, dtype=self.sizes.dtype, device=self._probed_device())
         probe = fn(old)
-        self._device = None if probe.is_meta else probe.device
+        self._device = probe.device
         host = torch.device("meta" if probe.is_meta else "cpu")
         found: dict[int, Tensor] = {}
         for name in parameter_specs(self.sizes):
@@ -136,21 +155,6 @@ def leave_host_memory(stage: HoldsExperts, device: torch.device) -> None:
     """
     stage.resident_experts = stage.host_experts = None
     stage._device = device
-
-
-def resident_of(
-    sizes: LayerSizes, top_k: int, given: FusedMoEOptions
-) -> tuple[int | None, torch.device | str | None]:
-    """Return how many experts of a new layer are resident (None: all), and where parameters go."""
-    if given.resident_experts is None:
-        return None, given.device
-    experts = sizes.num_experts
-    amount = Amount(experts, min(top_k + given.n_shared_experts, experts), expert_bytes(sizes))
-    (count,) = parse_amount("resident_experts", given.resident_experts, [amount])
-    if count == experts:
-        return None, given.device
-    is_meta = torch.empty(0, device=given.device).is_meta
-    return count, "meta" if is_meta else "cpu"
 
 
 def amount_of(layer: HoldsExperts) -> Amount:

@@ -14,8 +14,6 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.adapters import adapters_of
-from moe_ops.layer.host_memory import resident_of
-from moe_ops.layer.initial import initialize
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
@@ -133,8 +131,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
-        self.resident_experts, stored_on = resident_of(self.sizes, top_k, given)
-        self.quant_method.create_weights(self, self.sizes, stored_on)
+        self.quant_method.create_weights(self, self.sizes, self._device_of_store(given))
         add_gate(self, given)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
@@ -154,10 +151,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
                 equal_num_tokens=given.equal_num_tokens,
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip
-        initialize(self)
-        if self.resident_experts is not None:
-            self._device = torch.empty(0, device=given.device).device
-            self.renew_slots()
+        self._begin()
 
     def forward(
         self,

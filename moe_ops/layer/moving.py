@@ -34,6 +34,11 @@ class KeepsBits(WeightLoading):
 
     quant_method: FusedMoEMethodBase
 
+    def _begin(self) -> None:
+        """Fill the parameters of a new layer."""
+        initialize(self)
+        self.renew_slots()
+
     def reset_parameters(self) -> None:
         """Set parameters and buffers to what they hold before a checkpoint is loaded.
 

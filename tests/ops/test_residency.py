@@ -31,11 +31,11 @@ def routings(rng, experts, steps):
             0: lambda _: rng.randrange(experts),
             1: lambda _: rng.choice(hot),
             2: lambda i: i % experts,
-            3: lambda i: (step + i) % experts,
+            3: lambda i, step=step: (step + i) % experts,
             4: lambda _: hot[0],
             5: lambda _: rng.choice((*HOSTILE, experts, rng.randrange(experts))),
             6: lambda _: rng.choice(HOSTILE),
-            7: lambda i: (step // 8 % 2) * (experts // 2) + i % (experts // 2 + 1),
+            7: lambda i, odd=step // 8 % 2: odd * (experts // 2) + i % (experts // 2 + 1),
         }[kind]
         if kind == 2:
             tokens = -(-experts // k)
