@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from moe_ops.integrations import _fp8, _mxfp4, _peft, _reach, _torchao
 from moe_ops.integrations._experts import HOST, Weights, own_weights
@@ -40,8 +41,6 @@ class ExpertsTarget(HostTarget):
             adapted = getattr(experts.__dict__.get("forward"), "__func__", None)
             known = adapted is _mxfp4.experts_forward
             return None if known else "its MXFP4 weights are not adapted: call adapt(model) first"
-        if not _reach.is_decorated(experts):
-            return "its class is not dispatched by transformers (no @use_experts_implementation)"
         chosen = getattr(experts.config, "_experts_implementation", None)
         if chosen != NAME:
             return f'its experts_implementation is {chosen!r}, not "{NAME}"'
@@ -93,6 +92,12 @@ def _top_k(experts: Any) -> int:
     return next((k for k in found if isinstance(k, int)), 1)
 
 
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is of a kind whose weights this library finds."""
+    own = _mxfp4.is_experts(module) or isinstance(module, FP8Experts)
+    return own or _reach.is_decorated(module)
+
+
 def experts_modules(model: nn.Module) -> Iterator[HostTarget]:
     """Yield the experts modules of transformers in a model."""
     for name, module in model.named_modules():
@@ -101,7 +106,7 @@ def experts_modules(model: nn.Module) -> Iterator[HostTarget]:
         layer = quantized_layer(module) if _reach.is_decorated(module) else None
         if layer is not None:
             yield QuantizedTarget(name, layer)
-        elif _reach.is_decorated(module) or _mxfp4.is_experts(module):
+        elif _is_known(module):
             yield ExpertsTarget(name, module)
 
 

@@ -70,14 +70,44 @@ def offload_(
     checks.flags(progress=progress)
     _refuse_engines(model)
     targets = chosen_of(list(found_in(model, FINDERS)), modules)
+    move_experts(targets, "resident", resident, progress=progress)
+    return model
+
+
+def move_experts(
+    targets: Sequence[HostTarget],
+    name: str,
+    resident: float | str,
+    device: torch.device | None = None,
+    *,
+    progress: bool = True,
+) -> None:
+    """Do what `offload_` does with modules that were chosen.
+
+    Args:
+        targets: the modules.
+        name: the name of the argument ``resident`` in errors.
+        resident: see `offload_`.
+        device: the device on which experts run; None: where they are.
+        progress: see `offload_`.
+    """
     for target in targets:
         target.check()
         if any(x.is_meta for x in target.module.parameters()):
             raise ValueError(f"model.{target.name} must hold numbers, got parameters on meta")
-    counts = parse_amount("resident", resident, [target.amount() for target in targets])
+    counts = parse_amount(name, resident, [target.amount() for target in targets])
     _check_memory(targets, counts)
-    _put(targets, counts, progress=progress)
-    return model
+    done: list[tuple[HostTarget, int | None, torch.device]] = []
+    try:
+        pairs = [*zip(targets, counts, strict=True)]
+        for target, count in shown(pairs, "moving", progress=progress):
+            host, own = target.host_experts(), target.device()
+            done.append((target, None if host is None else host.residency.num_slots, own))
+            target.put(count, device or own)
+    except BaseException:  # the module that failed is as it was
+        for target, before, own in done[:-1][::-1]:
+            target.put(before, own)
+        raise
 
 
 def _refuse_engines(model: nn.Module) -> None:
@@ -103,22 +133,6 @@ def _check_memory(targets: Sequence[HostTarget], counts: Sequence[int]) -> None:
 
 def _is_on_gpu(module: nn.Module) -> bool:
     return any(x.is_cuda for x in module.parameters())
-
-
-def _put(targets: Sequence[HostTarget], counts: Sequence[int], *, progress: bool) -> None:
-    """Put all targets; after an error put those that were done back."""
-    done: list[tuple[HostTarget, int | None, torch.device]] = []
-    try:
-        for target, count in shown(
-            [*zip(targets, counts, strict=True)], "moving", progress=progress
-        ):
-            host, device = target.host_experts(), target.device()
-            done.append((target, None if host is None else host.residency.num_slots, device))
-            target.put(count, device)
-    except BaseException:
-        for target, before, device in done[:-1][::-1]:
-            target.put(before, device)
-        raise
 
 
 def offload_stats(model: nn.Module) -> OffloadStats:

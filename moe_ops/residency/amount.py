@@ -77,6 +77,8 @@ def _fitting(name: str, text: str, layers: Sequence[Amount]) -> list[int]:
         raise ValueError(
             f"{name} must have room for top_k experts of each layer, {needed:.2f}GB, got {text!r}"
         )
+    if not layers:
+        return []
     counts = {i / layer.num_experts for layer in layers for i in range(layer.num_experts + 1)}
     shares = sorted(share for share in counts if size(share) <= room)
     return [_share(layer, shares[-1]) for layer in layers]
