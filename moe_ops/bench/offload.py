@@ -62,7 +62,7 @@ class OffloadRow:
     hits_us: float | None
     """With all wanted experts in the slots; None if they do not fit."""
     steps_us: float
-    """Median of a sequence of routings."""
+    """Average over a sequence of routings."""
     hit_rate: float
     """That of the sequence."""
     misses: float
@@ -103,7 +103,7 @@ def run_case(case: Case, scheme: str, tokens: int, routing: str) -> OffloadRow:
     if inputs.num_active <= residency.num_slots:
         hits_us = measure(call, device).time_us
     before = residency.stats()
-    steps_us = statistics.median(_sequence(call, inputs, problem, routing, device))
+    steps_us = statistics.fmean(_sequence(call, inputs, problem, routing, device))
     after = residency.stats()
     hits, misses = after.hits - before.hits, after.misses - before.misses
     copied = (after.bytes_copied - before.bytes_copied) / STEPS
