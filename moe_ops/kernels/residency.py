@@ -32,6 +32,7 @@ from moe_ops.residency.state import (
     RESIDENT,
     WAVES,
     StateLayout,
+    waves_of,
 )
 from moe_ops.tensors import AnyTiles, ExpertWeight
 
@@ -321,7 +322,8 @@ def host_product_sum(
     """Run the kernel that also sums for one token, which one wave serves; else product and sum."""
     owner, how = residency_of(table)[0], (expert_order, batch_invariant)
     _, topk_ids, expert_map = tiles
-    if topk_ids is None or topk_ids.shape[0] != 1:
+    sizes = (owner.num_experts, owner.num_slots)
+    if topk_ids is None or topk_ids.shape[0] != 1 or waves_of(*sizes, topk_ids.numel()) > 1:
         rest = (1, num_rows, out_dtype, "", *how)
         y = host_product(a, a_scale, table, state, None, tiles, *rest)
         return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, owner.num_experts)
@@ -348,7 +350,8 @@ def _check_stream(owner: Residency, x: Tensor) -> None:
     before, owner.stream = owner.stream, stream
     if before is None or before == stream or torch.cuda.is_current_stream_capturing():
         return
-    if not torch.cuda.ExternalStream(before, x.device).query():
+    other = torch.cuda.ExternalStream(before, x.device) if before else torch.cuda.default_stream()
+    if not other.query():
         raise RuntimeError(
             "experts in host memory must be used by one stream at a time, since calls share their "
             f"slots: got a call on stream {stream} while stream {before} runs one "
