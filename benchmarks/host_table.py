@@ -1,4 +1,4 @@
-"""The table of models whose experts are in host memory: what fits in which GPU, from sizes alone."""
+"""The table of models with experts in host memory: what fits in which GPU, from sizes alone."""
 
 from __future__ import annotations
 
