@@ -150,8 +150,9 @@ class HostWeight(NamedTuple):
 class ExpertWeights(NamedTuple):
     """Both weights of a layer, and the static scales of their inputs, if any."""
 
-    w1: ExpertWeight | HostWeight
-    w2: ExpertWeight | HostWeight
+    w1: ExpertWeight
+    """A `HostWeight` in its place: only `moe_ops.pipeline.gemms` looks inside."""
+    w2: ExpertWeight
     a1_scale: Tensor | None = None
     a2_scale: Tensor | None = None
 

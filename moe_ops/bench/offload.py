@@ -88,8 +88,8 @@ def offloaded(case: Case, inputs: Inputs) -> Callable[[], Tensor]:
     """The layer whose experts are in host memory."""
     host = case.host
     arguments = (inputs.x, host.w1, host.w2, inputs.topk_weights, inputs.topk_ids)
-    how = {"activation": case.experts.activation, "quant_config": host.quant_config}
-    return lambda: moe_ops.fused_experts(*arguments, **how)
+    activation, config = case.experts.activation, host.quant_config
+    return lambda: moe_ops.fused_experts(*arguments, activation=activation, quant_config=config)
 
 
 def run_case(case: Case, scheme: str, tokens: int, routing: str) -> OffloadRow:

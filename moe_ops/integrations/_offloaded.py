@@ -138,7 +138,8 @@ def hold(experts: Any, resident: int, device: torch.device) -> None:
         experts.register_parameter(name, nn.Parameter(x.cpu() if y is None else y, False))
     experts.__dict__[HOST], experts.__dict__[RESIDENT] = made, (resident, device)
     if not isinstance(experts, _OnHost):
-        experts.__class__ = _class_on_host(type(experts))
+        plain: Any = type(experts)
+        experts.__class__ = _class_on_host(plain)
 
 
 def leave(experts: Any, device: torch.device) -> None:
@@ -146,7 +147,7 @@ def leave(experts: Any, device: torch.device) -> None:
     if isinstance(experts, _OnHost):
         for name in (HOST, RESIDENT):
             experts.__dict__.pop(name, None)
-        experts.__class__ = experts._plain_class
+        experts.__class__ = experts._plain_class  # type: ignore[assignment]
     for x in experts.parameters(recurse=False):
         x.data = x.data.to(device, copy=True)
 
@@ -185,7 +186,7 @@ class _OnHost(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the class before, since no module has this one by name."""
-        state = super().__reduce_ex__(protocol)[2]
+        state: Any = super().__reduce_ex__(protocol)[2]
         return _empty, (self._plain_class,), {**state, HOST: None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

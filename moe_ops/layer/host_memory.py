@@ -190,7 +190,7 @@ def _same_places(layer: HoldsExperts, host: HostExperts) -> bool:
         for x, y in zip(weight[: len(STORED)], stored, strict=False):
             if (x is None) != (y is None):
                 return False
-            if x is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
+            if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
                 return False
     same_device = host.residency.device == layer.compute_device
     return same_device and host.residency.num_slots == layer.resident_experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_ops import ops
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.initial import warn_if_empty
 from moe_ops.layer.packing import convert_for_device
 from moe_ops.layer.parameters import parameter_specs
@@ -309,7 +310,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
             if spec.kind == "input_scale":
                 scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
         layer.given_scales.clear()
-        convert_for_device(layer)
+        convert_for_device(cast(HoldsExperts, layer))
         layer.renew_slots()
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:

@@ -86,8 +86,8 @@ class Operands(NamedTuple):
     def weights(self) -> ExpertWeights:
         """Both weights, for the GEMMs of the forward pass."""
         if self.w1_table is not None:
-            first = HostWeight(self.w1, self.w1_table, self.host_state)
-            second = HostWeight(self.w2, self.w2_table, self.host_state)
+            first: Any = HostWeight(self.w1, self.w1_table, self.host_state)
+            second: Any = HostWeight(self.w2, self.w2_table, self.host_state)
             return ExpertWeights(first, second, self.a1_scale, self.a2_scale)
         w1 = ExpertWeight(self.w1, self.b1, self.w1_scale, self.w1_zero_point, self.w1_factor)
         w2 = ExpertWeight(self.w2, self.b2, self.w2_scale, self.w2_zero_point, self.w2_factor)

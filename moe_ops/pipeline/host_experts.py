@@ -5,7 +5,7 @@ The GEMMs of such a config read slots, into which they copy what a routing wants
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,19 +122,24 @@ def host_experts(
     residency = Residency(held.weights, num_slots, device, config.scheme.key, held.memory)
     experts = residency.num_experts
     first, second = residency.slots
-    views = [_all(x, experts) for x in (first.data, second.data, first.bias, second.bias)]
+    views: list[Any] = [
+        _all(x, experts) for x in (first.data, second.data, first.bias, second.bias)
+    ]
     tensors = {
         name: x.to(device) if name in OF_INPUTS else _all(x[:1].to(device), experts)
         for name in TENSORS
         if (x := getattr(config, name)) is not None and not name.endswith("_bias")
     }
     made = HostConfig(config.scheme, **tensors)
-    weights = [
+    weights: list[Any] = [
         HostWeight(view, table, residency.state)
         for view, table in zip(views[:2], residency.tables, strict=True)
     ]
-    object.__setattr__(made, "on_host", ExpertWeights(*weights, *made.input_scales))
-    return HostExperts(residency, *views, made)
+    first_scale, second_scale = made.input_scales
+    both = ExpertWeights(weights[0], weights[1], first_scale, second_scale)
+    object.__setattr__(made, "on_host", both)
+    w1, w2, b1, b2 = views
+    return HostExperts(residency, w1, w2, b1, b2, made)
 
 
 def _all(slots: Tensor | None, num_experts: int) -> Tensor | None:

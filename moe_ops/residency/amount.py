@@ -45,13 +45,14 @@ def parse_amount(name: str, value: Any, layers: Sequence[Amount]) -> list[int]:
     if isinstance(value, str):
         return _fitting(name, value, layers)
     if isinstance(value, Integral):
+        value = int(value)
         for layer in layers:
             least = min(layer.top_k, layer.num_experts)
             if not least <= value <= layer.num_experts:
                 rule = f"must be an int from top_k = {layer.top_k} to {layer.num_experts} experts"
                 raise ValueError(f"{name} {rule}, got {value}")
-        return [int(value)] * len(layers)
-    if not 0 < value <= 1:
+        return [value] * len(layers)
+    if not 0 < float(value) <= 1:
         raise ValueError(f"{name} {RULE}, got {value}")
     return [_share(layer, float(value)) for layer in layers]
 

@@ -8,7 +8,7 @@ graphs of compiled programs take no tensors on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -57,10 +57,7 @@ class Residency:
         self.memory, self.num_experts = memory, len(store[0].data)
         self.layout = StateLayout(self.num_experts, num_slots)
         self.stream: int | None = None
-        self.slots = tuple(
-            ExpertWeight(*(_slots_for(x, num_slots, device) for x in weight[: len(STORED)]))
-            for weight in store
-        )
+        self.slots = tuple(_slots_of(weight, num_slots, device) for weight in store)
         self.pairs: list[Pair] = []
         counts = []
         for weight, slots in zip(store, self.slots, strict=True):
@@ -121,6 +118,11 @@ class Residency:
 
 
 _OPEN: WeakValueDictionary[int, Residency] = WeakValueDictionary()
+
+
+def _slots_of(weight: ExpertWeight, num_slots: int, device: torch.device) -> ExpertWeight:
+    data, *rest = (_slots_for(x, num_slots, device) for x in weight[: len(STORED)])
+    return ExpertWeight(cast(Tensor, data), *rest)
 
 
 def _slots_for(x: Tensor | None, num_slots: int, device: torch.device) -> Tensor | None:
