@@ -42,6 +42,8 @@ COMPARED = 16
 """Slots that are ranked against all others at once."""
 PROGRAMS = 256
 """The most programs that copy."""
+PIECE = tl.constexpr(2048)
+"""Bytes that a program copies at once where addresses or sizes are odd."""
 NEVER = tl.constexpr(2**62)
 """The last use of a slot whose expert is wanted: it is no victim."""
 _CLOCK = tl.constexpr(CLOCK)
@@ -214,13 +216,13 @@ def _copy_kernel(
 
 
 @triton.jit
-def _copy_chunk(table, expert, target, chunk, before, CHUNK: tl.constexpr):
+def _copy_chunk(table, expert, slot, chunk, before, CHUNK: tl.constexpr):
     """Copy one chunk of one expert: words of 16 bytes a thread where all addresses allow it."""
     row = tl.sum((before <= chunk).to(tl.int32), 0) - 1
     entry = table + row * 4
     size, inside = tl.load(entry + 2), (chunk - tl.load(entry + 3)) * CHUNK
     source = tl.load(entry) + tl.load(expert) * size + inside
-    to = tl.load(entry + 1) + tl.load(target) * size + inside
+    to = tl.load(entry + 1) + tl.load(slot) * size + inside
     left = size - inside
     if ((source | to | size) & 15) == 0:
         words, word = tl.multiple_of(left // 4, 4), tl.arange(0, CHUNK // 4)
@@ -228,9 +230,10 @@ def _copy_chunk(table, expert, target, chunk, before, CHUNK: tl.constexpr):
         write = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), 16)
         tl.store(write + word, tl.load(read + word, mask=word < words), mask=word < words)
     else:
-        byte = tl.arange(0, CHUNK)
-        read, write = source.to(tl.pointer_type(tl.int8)), to.to(tl.pointer_type(tl.int8))
-        tl.store(write + byte, tl.load(read + byte, mask=byte < left), mask=byte < left)
+        first, target = source.to(tl.pointer_type(tl.int8)), to.to(tl.pointer_type(tl.int8))
+        for start in range(0, tl.minimum(left, CHUNK), PIECE):
+            byte = start + tl.arange(0, PIECE)
+            tl.store(target + byte, tl.load(first + byte, mask=byte < left), mask=byte < left)
 
 
 @lru_cache(maxsize=1024)

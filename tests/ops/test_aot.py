@@ -39,6 +39,7 @@ MODULES = (
 """Stages whose kernels are compiled here."""
 ELSEWHERE = {
     "expert_dgrad": "test_gradients_aot.py",
+    "residency": "test_residency_aot.py",
     "expert_wgrad": "test_gradients_aot.py",
     "routing_adjust": "test_routing_aot.py",
     "symmetric": "test_symmetric_aot.py",
