@@ -231,6 +231,9 @@ def check_fsdp(rank, ranks, folder):
     save(start, folder, "start")
     options = {**way(mesh["ep"].get_local_rank(), "ep"), "tp_group": mesh["ep"]}
     block = fully_shard(load(Block(**options), folder, "start"), mesh=mesh["data"])
+    cut = {**way(mesh["ep"].get_local_rank(), "tp"), "tp_group": mesh["ep"]}
+    save(fully_shard(load(Block(**cut), folder, "start"), mesh=mesh["data"]), folder, "cut")
+    assert same(load(Block(), folder, "cut"), start)
     x = torch.randn(6, H)
     check_clipping(block, start, x)
     optimizer, alone = trained(block, x), trained(start, x)
