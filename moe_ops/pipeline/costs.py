@@ -44,7 +44,8 @@ class Cost:
     """Floating-point operations of both GEMMs; a multiplication and an addition count as two."""
     floor_us: float | None
     """The longer of two times: moving weights and tokens (no intermediates) at the measured read
-    bandwidth, and computing the products at the measured rate of dense GEMMs."""
+    bandwidth, and computing the products at the measured rate of dense GEMMs. It is an estimate, no
+    bound: a GPU may move bytes a little faster in another run."""
     workspace_bytes: int | None
     """Bytes of all buffers that the experts' ``workspace_shapes`` names, the output included. For
     the peak memory of a whole layer see `moe_ops.workspace_nbytes`."""
@@ -109,7 +110,7 @@ def _floor_us(nbytes: int, flops: int, math: str, target: Target) -> float | Non
     speed = target.speed
     if speed is None:
         return None
-    # Products whose rate was not measured count as 0: the floor stays a lower bound.
+    # Products whose rate was not measured count as 0.
     products = flops / speed.flops[math] if math in speed.flops else 0.0
     return 1e6 * max(nbytes / speed.read_bytes_per_s, products)
 

@@ -135,7 +135,7 @@ class Explanation:
         if not self.costs:
             return ""
         head = ["tokens", "GEMM 1", "GEMM 2", "experts", "weights", "in + out", "between"]
-        lines = [[*head, "GFLOP", "floor us", "workspace"]]
+        lines = [[*head, "GFLOP", "estimate us", "workspace"]]
         for cost in self.costs:
             moved = (cost.weight_bytes, cost.activation_bytes, cost.intermediate_bytes)
             lines.append(
@@ -162,13 +162,13 @@ class Explanation:
         notes = [
             *self._weights(),
             "experts: number that have a token, on average, under uniform routing",
-            "between: rows between the GEMMs, written once and read once (not in the floor)",
+            "between: rows between the GEMMs, written once and read once (not in the estimate)",
         ]
         parallel = self.config.moe_parallel_config
         if parallel.exchanges_tokens:
             notes.append(
                 f"tokens: of all {parallel.layer_size} ranks together; the links are not in the "
-                "floor"
+                "estimate"
             )
         if self.costs[0].gemm1 is not None:
             notes.append("tiles: rows x columns x K / warps / stages")
@@ -180,11 +180,11 @@ class Explanation:
             notes.append("tiles: none, the CPU runs the references")
         speed = self.target.speed
         if speed is None:
-            notes.append(f"floor: none, no rates were measured on {self.target.gpu or 'a CPU'}")
+            notes.append(f"estimate: none, no rates were measured on {self.target.gpu or 'a CPU'}")
         else:
             rates = ", ".join(f"{rate / 1e12:.0f} {name}" for name, rate in speed.flops.items())
             notes.append(
-                f"floor: weights and tokens at {speed.read_bytes_per_s / 1e12:.2f} TB/s or the "
+                f"estimate: weights and tokens at {speed.read_bytes_per_s / 1e12:.2f} TB/s or the "
                 f"products at {rates} TFLOP/s, as measured on an {self.target.gpu}"
             )
         return "\n".join(notes)
