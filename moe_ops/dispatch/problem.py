@@ -15,8 +15,9 @@ import torch
 from moe_ops.activation import Formula, formula, row_steps
 from moe_ops.dispatch.hopper_decode import decodes
 from moe_ops.dispatch.operands import OperandSpecs
+from moe_ops.dispatch.portable import ScaleGroups, scale_groups, scaled_group
 from moe_ops.dispatch.tiles import Gemm, TileRule
-from moe_ops.scheme import Quant, Scheme, get_scheme
+from moe_ops.scheme import WHOLE, Quant, Scheme, get_scheme
 from moe_ops.scheme.packed import PACKED_DTYPE
 from moe_ops.scheme.weights import rows_per_scale
 
@@ -102,6 +103,29 @@ class GemmProblem(NamedTuple):
     def operand_itemsize(self) -> int:
         """Bytes per number of the operands that are multiplied: 1 for stored values."""
         return self.sizes.itemsize if self.quant is None else 1
+
+    @property
+    def gemm(self) -> Gemm:
+        """Sizes of the product, whose ``itemsize`` is that of the operands that are multiplied."""
+        return self.sizes._replace(itemsize=self.operand_itemsize)
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a stored weight."""
+        weight = get_scheme(self.scheme).weight
+        plain = weight is None or self.quant is not None
+        return 8 * self.operand_itemsize if plain else weight.element.stored_bits
+
+    @property
+    def groups(self) -> ScaleGroups | None:
+        """The scale groups of two quantized operands; None: the operands are not quantized."""
+        scheme, weight_rows = get_scheme(self.scheme), self.scale_rows
+        if self.quant is None or scheme.weight is None:
+            return None
+        if weight_rows is None:
+            rows = scheme.weight.group.rows
+            weight_rows = self.weight[1] if rows == WHOLE else rows
+        return scale_groups(self.sizes.n, scaled_group(scheme), weight_rows, self.rule)
 
     @property
     def rule(self) -> Formula | None:

@@ -12,8 +12,8 @@ import torch
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.brief import aligned
+from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
-from moe_ops.dispatch.hopper_decode import DECODING
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.costs import Cost, cost_of
 from moe_ops.pipeline.devices import Target, target_named, target_of
@@ -191,7 +191,8 @@ class Explanation:
 
     def _weights(self) -> list[str]:
         """A line about MXFP4 weights that may be held as fp8."""
-        packed = any(set(DECODING) & set(cost.kernels or ()) for cost in self.costs)
+        kernels = (kernel for cost in self.costs for kernel in cost.kernels or ())
+        packed = any(BY_NAME[kernel].fragments for kernel in kernels)
         form = "packed" if packed else "plain"
         if self.exact_rows is not None:
             plain, exact, rows = self.exact_rows

@@ -10,15 +10,8 @@ from planning import problem_of_call, problem_of_layer
 
 import moe_ops
 from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
-from moe_ops.dispatch.gemm_plan import (
-    BLOCK_SCALED,
-    DENSE,
-    DEQUANTIZE,
-    SCALED,
-    SLOT,
-    TOKEN_SUM,
-)
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles
+from moe_ops.dispatch.families import blackwell, portable
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
 from moe_ops.dispatch.problem import EACH, STORED
 from moe_ops.dispatch.row_tiles import rule_of
@@ -28,6 +21,12 @@ from moe_ops.pipeline.devices import TARGETS
 E, H, I, K = 32, 2048, 1024, 4  # noqa: E741
 FACTS = {name: target.facts for name, target in TARGETS.items() if target.facts is not None}
 HOPPER = FACTS["sm_90"]
+DENSE, SCALED, DEQUANTIZE, SLOT, BLOCK_SCALED = (
+    family.kernel
+    for family in (
+        portable.DENSE, portable.SCALED, portable.DEQUANTIZE, portable.SLOT, blackwell.BLOCK_SCALED,
+    )
+)  # fmt: skip
 
 
 def problems(scheme, tokens, facts=HOPPER, batch_invariant=False, packed=False):

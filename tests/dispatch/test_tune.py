@@ -11,13 +11,14 @@ from tuned_entries import entry
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned
+from moe_ops.dispatch.families.many_rows import PACKED_GROUPS
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, widths
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import row_tile
 from moe_ops.dispatch.tuned_file import parse
 from moe_ops.tuning import files
-from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tune_tokens
+from moe_ops.tuning.search import DIMENSIONS, MARGIN, Subject, tune_tokens
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -22,8 +22,9 @@ from strategies import ACTIVATIONS
 from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
 from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
+from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper_decode import DECODE_SLOT, DECODING
+from moe_ops.dispatch.hopper_decode import DECODE_SLOT
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
@@ -59,7 +60,7 @@ def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, progra
         top_k=k, scheme=scheme, activation=activation, out_dtype=dtype, boxes=True,
     )  # fmt: skip
     plan = plan_gemm(problem, NO_GPU)
-    assert plan.kernel in DECODING
+    assert BY_NAME[plan.kernel].fragments
     assert plan.quantizes_rows == (rows[1] is None)
     operands = GemmOperands(rows[0], q.data, tiles, bias, None, rows[1], *q[1:])
     with interpreted(None if plan.kernel == DECODE_SLOT else programs):

@@ -1,0 +1,136 @@
+"""What a family of kernels answers: which GEMMs it takes, with which tiles, and how it runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_ops.dispatch.device import Device
+from moe_ops.dispatch.hopper import KernelTiles
+from moe_ops.dispatch.plan import DEFAULT, GemmPlan
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import is_direct
+from moe_ops.scheme import get_scheme
+
+
+class Rule(NamedTuple):
+    """What kernels require of a GEMM and of the GPU."""
+
+    must: str
+    """What must hold, and what was got: a template with ``problem``, ``scheme`` and ``device``."""
+    holds: Callable[[GemmProblem, Device], bool]
+
+
+def broken(rules: Iterable[Rule], problem: GemmProblem, device: Device) -> str | None:
+    """The text of the first rule that does not hold; None: all hold."""
+    values = {"problem": problem, "scheme": get_scheme(problem.scheme), "device": device}
+    texts = (rule.must.format(**values) for rule in rules if not rule.holds(problem, device))
+    return next(texts, None)
+
+
+@dataclass(frozen=True)
+class Family(ABC):
+    """The kernels that are compiled from one source, under the name that plans give them.
+
+    `plan_gemm` takes the first family that takes a GEMM. Launchers, `explain` and the tuner ask
+    the same family.
+    """
+
+    kernel: str
+    """The name in `GemmPlan.kernel`, in tuned files and in explanations."""
+    launcher: str
+    """``module:class`` below `moe_ops.kernels`: made of a problem and a plan."""
+    rules: tuple[Rule, ...]
+    """What any tiles require; the first rule is about the formats of rows and weights."""
+    preferred: tuple[Rule, ...] = ()
+    """What the family's analytic tiles require besides, to be faster than the next family's."""
+    sums: bool = False
+    """Whether the kernel also computes the weighted sum over the slots of a token."""
+    fragments: bool = False
+    """Whether weights are in the packed form, the order of tensor-core fragments."""
+    source: str = DEFAULT
+    """Where analytic tiles come from."""
+
+    def why_not(self, problem: GemmProblem, device: Device) -> str | None:
+        """Why the kernel computes a GEMM with no tiles at all; None: it takes the GEMM."""
+        return broken(self.rules, problem, device)
+
+    def why_another(self, problem: GemmProblem, device: Device) -> str | None:
+        """Why the family is not chosen without tuned tiles; None: it is, unless another was."""
+        return broken((*self.rules, *self.preferred), problem, device)
+
+    @abstractmethod
+    def tiles(self, problem: GemmProblem, device: Device) -> KernelTiles:
+        """Analytic tiles of a GEMM that the family takes."""
+
+    @abstractmethod
+    def plan(self, problem: GemmProblem, tiles: KernelTiles, source: str) -> GemmPlan:
+        """The plan of a GEMM with these tiles."""
+
+    def has(self, tiles: KernelTiles) -> bool:
+        """Whether given or tuned tiles are a config of the family; False if tiles are fixed."""
+        return False
+
+    def unfit(self, tiles: KernelTiles, problem: GemmProblem, device: Device) -> str | None:
+        """Why a GEMM that the family takes cannot have these tiles; None: it can."""
+        return None
+
+
+class Tunable(Family):
+    """A family whose tiles may be given, tuned and searched for."""
+
+    LEAST_STAGES = 1
+    """The fewest stages with which the kernel works."""
+
+    @abstractmethod
+    def most_stages(self, tiles: KernelTiles, problem: GemmProblem, device: Device) -> int:
+        """The most stages with which the kernel can run."""
+
+    def unfit(self, tiles: KernelTiles, problem: GemmProblem, device: Device) -> str | None:
+        """Why a GEMM that the family takes cannot have these tiles; None: it can."""
+        most = self.most_stages(tiles, problem, device)
+        if self.LEAST_STAGES <= tiles.num_stages <= most:
+            return None
+        return f"has {tiles.num_stages} stages, must have {self.LEAST_STAGES} to {most}"
+
+    def worth(self, tiles: KernelTiles, problem: GemmProblem) -> bool:
+        """Whether the tuner compiles tiles that fit."""
+        return True
+
+    @abstractmethod
+    def steps(
+        self, tiles: KernelTiles, size: str, problem: GemmProblem, device: Device
+    ) -> Sequence[KernelTiles]:
+        """Tiles that differ in one field by a step, of which some may not fit."""
+
+
+def served_by(*archs: int) -> Rule:
+    """The GPU is one of an architecture for which the kernels were written."""
+    names = " or ".join(f"sm_{arch}" for arch in archs)
+    must = f"the GPU must be {names} with its own kernels, got sm_{{device.arch}}"
+    return Rule(must, lambda _, device: device.arch in archs and not device.portable_only)
+
+
+PLAIN = Rule("w must be in the plain form, got {scheme.name} in the packed form",
+             lambda problem, _: not problem.packed)  # fmt: skip
+NO_SUM = Rule("the weighted sum must be a kernel of its own", lambda p, _: not p.summed)
+BOXES = Rule("operands must be aligned, with contiguous rows and float32 scales",
+             lambda problem, _: problem.boxes)  # fmt: skip
+FOLLOWS_LOAD = Rule("the GEMM must not be batch-invariant",
+                    lambda problem, _: not problem.sizes.rule.batch_invariant)  # fmt: skip
+ONE_TOKEN = Rule("the routing must be of one token, got {problem.num_tokens}",
+                 lambda problem, _: problem.one_token)  # fmt: skip
+ROUTED = Rule("the routing must be known", lambda problem, _: problem.num_tokens is not None)
+
+
+def _is_direct(problem: GemmProblem, _: Device) -> bool:
+    return is_direct(problem.sizes.num_slots, problem.sizes.num_experts)
+
+
+DIRECT = Rule("slots must be so few that each is a tile, got {problem.sizes.num_slots}", _is_direct)
+PLANNED = Rule(
+    "rows are packed by a plan, and so few slots have none, got {problem.sizes.num_slots}",
+    lambda problem, device: not _is_direct(problem, device),
+)
