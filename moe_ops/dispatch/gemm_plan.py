@@ -49,8 +49,9 @@ def _plan(
             return family.plan(problem, family.tiles(problem, device), family.source)
     if problem.summed:
         return _apart(problem, device, tables)
-    family, tiles, source = tuned.choose(problem, device, tables)
-    if family is not None:
+    found, source = tuned.choose(problem, device, tables)
+    if found is not None:
+        family, tiles = found
         return family.plan(problem, tiles, source)
     for family in TUNABLE:
         why = family.why_another(problem, device)

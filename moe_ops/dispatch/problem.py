@@ -113,8 +113,14 @@ class GemmProblem(NamedTuple):
     def weight_bits(self) -> int:
         """Bits of a stored weight."""
         weight = get_scheme(self.scheme).weight
-        plain = weight is None or self.quant is not None
-        return 8 * self.operand_itemsize if plain else weight.element.stored_bits
+        if weight is None or self.quant is not None:
+            return 8 * self.operand_itemsize
+        return weight.element.stored_bits
+
+    @property
+    def rounded(self) -> bool:
+        """Whether rows take the values of a quantized format, but are multiplied in bf16."""
+        return self.quant is None and get_scheme(self.scheme).activation is not None
 
     @property
     def groups(self) -> ScaleGroups | None:

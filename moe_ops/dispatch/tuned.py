@@ -47,17 +47,6 @@ PACKAGED = files("moe_ops") / "configs"
 """The package's folder of tuned files."""
 
 
-class Choice(NamedTuple):
-    """What tuned files say of a GEMM."""
-
-    family: Family | None
-    """The family that they name; None: none is named, or not one that takes the GEMM so."""
-    tiles: KernelTiles | None
-    """The tiles; None without a family."""
-    source: str
-    """Where the tiles come from and, if a tuned file exists but is not used, why not."""
-
-
 class Found(NamedTuple):
     """What is in a folder of tuned files."""
 
@@ -163,8 +152,10 @@ TABLES = read_all()
 """The tables of the files in use."""
 
 
-def choose(problem: GemmProblem, device: Device, tables: Tables) -> Choice:
-    """The family and the tiles that a tuned file has for a GEMM, if one does.
+def choose(
+    problem: GemmProblem, device: Device, tables: Tables
+) -> tuple[tuple[Family, KernelTiles] | None, str]:
+    """The family and the tiles that a tuned file has for a GEMM, if one does, and the source.
 
     A tuned entry applies to loads in its rows-per-expert bucket if the plan has the row tile that
     the entry was timed with; of several entries, the one with the nearest number of tokens is used.
@@ -175,20 +166,24 @@ def choose(problem: GemmProblem, device: Device, tables: Tables) -> Choice:
         problem: the GEMM.
         device: the GPU.
         tables: tables of tuned files.
+
+    Returns:
+        A family that takes the GEMM with these tiles, or None; and where tiles come from, with why
+        a tuned file that exists is not used.
     """
     gemm = problem.gemm
     layer = tables.get((plain_name(device.name), problem.scheme), {}).get(_layer_sizes(gemm))
     if layer is None or gemm.rule.batch_invariant or gemm.itemsize == 4:
-        return Choice(None, None, DEFAULT)
+        return None, DEFAULT
     entry = _nearest(layer, gemm, packed=problem.packed)
     if entry is None:
         at = "packed weights at this load" if problem.packed else "this load"
-        return Choice(None, None, f"{DEFAULT} ({layer.file} has nothing for {at})")
+        return None, f"{DEFAULT} ({layer.file} has nothing for {at})"
     tiles = _tiles_of(entry, gemm)
     family = serving(tiles, problem, device)
     if isinstance(family, str):
-        return Choice(None, None, f"{DEFAULT} ({layer.file} {family})")
-    return Choice(family, tiles, f"tuned ({layer.file})")
+        return None, f"{DEFAULT} ({layer.file} {family})"
+    return (family, tiles), f"tuned ({layer.file})"
 
 
 def _layer_sizes(gemm: Gemm) -> Sizes:

@@ -182,13 +182,12 @@ def _hopper_tiles(
     _whole(file, f"{at}.GROUP_M", tiles.get("GROUP_M"), most=LARGEST["GROUP_M"])
     most = LARGEST["num_stages"]
     _whole(file, f"{at}.num_stages", tiles.get("num_stages"), family.LEAST_STAGES, most)
-    on_demand, ctas = (
-        tiles.get("ON_DEMAND", False),
-        tiles.get("CTAS", 1 if allowed == (1,) else None),
-    )
+    on_demand = tiles.get("ON_DEMAND", False)
+    ctas: Any = tiles.get("CTAS", 1 if allowed == (1,) else None)
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
-    static = family.DYNAMIC or not on_demand
-    _require(static, file, f"{at}.ON_DEMAND", f"be false for {kernel}", on_demand)
+    _require(
+        family.packs or not on_demand, file, f"{at}.ON_DEMAND", f"be false for {kernel}", on_demand
+    )
     _among(file, f"{at}.CTAS", ctas, allowed)
     block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
     return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand, ctas)

@@ -10,7 +10,7 @@ from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.problem import GemmProblem
 
 FIXED: tuple[Family, ...] = (
-    one_token.FIRST, one_token.SECOND, portable.SLOT, dequantized.SLOT, dequantized.SUM,
+    one_token.FIRST, one_token.SECOND, portable.SLOT, dequantized.SLOT, dequantized.SECOND,
     BLOCK_SCALED,
 )  # fmt: skip
 """Families whose tiles no tuned file sets."""

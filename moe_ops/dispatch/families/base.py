@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.plan import DEFAULT, GemmPlan
+from moe_ops.dispatch.plan import DEFAULT, BufferSpec, GemmPlan, quantized_rows
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.scheme import get_scheme
@@ -31,7 +31,7 @@ def broken(rules: Iterable[Rule], problem: GemmProblem, device: Device) -> str |
 
 
 @dataclass(frozen=True)
-class Family(ABC):
+class Family:
     """The kernels that are compiled from one source, under the name that plans give them.
 
     `plan_gemm` takes the first family that takes a GEMM. Launchers, `explain` and the tuner ask
@@ -44,8 +44,14 @@ class Family(ABC):
     """``module:class`` below `moe_ops.kernels`: made of a problem and a plan."""
     rules: tuple[Rule, ...]
     """What any tiles require; the first rule is about the formats of rows and weights."""
+    tiles: Callable[[GemmProblem, Device], Any]
+    """Analytic tiles of a GEMM that the family takes."""
     preferred: tuple[Rule, ...] = ()
-    """What the family's analytic tiles require besides, to be faster than the next family's."""
+    """What the analytic tiles require besides, to be faster than the next family's."""
+    quantizes: tuple[str, ...] = ()
+    """States of rows (`GemmProblem.rows`) that the kernel quantizes itself."""
+    buffers: Callable[[GemmProblem], tuple[BufferSpec, ...]] = quantized_rows
+    """Buffers for rows that are written before the GEMM."""
     sums: bool = False
     """Whether the kernel also computes the weighted sum over the slots of a token."""
     fragments: bool = False
@@ -61,19 +67,16 @@ class Family(ABC):
         """Why the family is not chosen without tuned tiles; None: it is, unless another was."""
         return broken((*self.rules, *self.preferred), problem, device)
 
-    @abstractmethod
-    def tiles(self, problem: GemmProblem, device: Device) -> KernelTiles:
-        """Analytic tiles of a GEMM that the family takes."""
-
-    @abstractmethod
     def plan(self, problem: GemmProblem, tiles: KernelTiles, source: str) -> GemmPlan:
         """The plan of a GEMM with these tiles."""
+        quantizes = problem.rows in self.quantizes
+        return GemmPlan(self.kernel, tiles, quantizes, 0, self.buffers(problem), source)
 
     def has(self, tiles: KernelTiles) -> bool:
         """Whether given or tuned tiles are a config of the family; False if tiles are fixed."""
         return False
 
-    def unfit(self, tiles: KernelTiles, problem: GemmProblem, device: Device) -> str | None:
+    def unfit(self, tiles: Any, problem: GemmProblem, device: Device) -> str | None:
         """Why a GEMM that the family takes cannot have these tiles; None: it can."""
         return None
 
@@ -81,27 +84,27 @@ class Family(ABC):
 class Tunable(Family):
     """A family whose tiles may be given, tuned and searched for."""
 
-    LEAST_STAGES = 1
+    LEAST_STAGES: ClassVar[int] = 1
     """The fewest stages with which the kernel works."""
 
     @abstractmethod
-    def most_stages(self, tiles: KernelTiles, problem: GemmProblem, device: Device) -> int:
+    def most_stages(self, tiles: Any, problem: GemmProblem, device: Device) -> int:
         """The most stages with which the kernel can run."""
 
-    def unfit(self, tiles: KernelTiles, problem: GemmProblem, device: Device) -> str | None:
+    def unfit(self, tiles: Any, problem: GemmProblem, device: Device) -> str | None:
         """Why a GEMM that the family takes cannot have these tiles; None: it can."""
         most = self.most_stages(tiles, problem, device)
         if self.LEAST_STAGES <= tiles.num_stages <= most:
             return None
         return f"has {tiles.num_stages} stages, must have {self.LEAST_STAGES} to {most}"
 
-    def worth(self, tiles: KernelTiles, problem: GemmProblem) -> bool:
+    @abstractmethod
+    def worth(self, tiles: Any, problem: GemmProblem) -> bool:
         """Whether the tuner compiles tiles that fit."""
-        return True
 
     @abstractmethod
     def steps(
-        self, tiles: KernelTiles, size: str, problem: GemmProblem, device: Device
+        self, tiles: Any, size: str, problem: GemmProblem, device: Device
     ) -> Sequence[KernelTiles]:
         """Tiles that differ in one field by a step, of which some may not fit."""
 
@@ -115,7 +118,8 @@ def served_by(*archs: int) -> Rule:
 
 PLAIN = Rule("w must be in the plain form, got {scheme.name} in the packed form",
              lambda problem, _: not problem.packed)  # fmt: skip
-NO_SUM = Rule("the weighted sum must be a kernel of its own", lambda p, _: not p.summed)
+NO_SUM = Rule("the weighted sum must be a kernel of its own", lambda problem, _: not problem.summed)
+SUM = Rule("GEMM 2 must have the weighted sum", lambda problem, _: problem.summed)
 BOXES = Rule("operands must be aligned, with contiguous rows and float32 scales",
              lambda problem, _: problem.boxes)  # fmt: skip
 FOLLOWS_LOAD = Rule("the GEMM must not be batch-invariant",
@@ -123,14 +127,9 @@ FOLLOWS_LOAD = Rule("the GEMM must not be batch-invariant",
 ONE_TOKEN = Rule("the routing must be of one token, got {problem.num_tokens}",
                  lambda problem, _: problem.one_token)  # fmt: skip
 ROUTED = Rule("the routing must be known", lambda problem, _: problem.num_tokens is not None)
-
-
-def _is_direct(problem: GemmProblem, _: Device) -> bool:
-    return is_direct(problem.sizes.num_slots, problem.sizes.num_experts)
-
-
-DIRECT = Rule("slots must be so few that each is a tile, got {problem.sizes.num_slots}", _is_direct)
+DIRECT = Rule("slots must be so few that each is a tile, got {problem.sizes.num_slots}",
+              lambda p, _: is_direct(p.sizes.num_slots, p.sizes.num_experts))  # fmt: skip
 PLANNED = Rule(
     "rows are packed by a plan, and so few slots have none, got {problem.sizes.num_slots}",
-    lambda problem, device: not _is_direct(problem, device),
+    lambda p, _: not is_direct(p.sizes.num_slots, p.sizes.num_experts),
 )
