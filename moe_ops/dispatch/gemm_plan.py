@@ -13,12 +13,15 @@ from functools import lru_cache
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families import BY_NAME, FAMILIES, FIXED, TUNABLE, serving
+from moe_ops.dispatch.families.base import broken
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.plan import BufferSpec, GemmPlan
 from moe_ops.dispatch.problem import GemmProblem, without_sum
 from moe_ops.dispatch.tiles import TileConfig
 
-__all__ = ["GemmPlan", "passed_over", "plan_gemm"]
+__all__ = ["GemmPlan", "PassedOver", "passed_over", "plan_gemm"]
+PassedOver = tuple[tuple[str, str], ...]
+"""Kernels by name, each with why it is not chosen."""
 
 
 def plan_gemm(
@@ -92,8 +95,8 @@ def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPl
     return plan._replace(scratch=(BufferSpec("product", nbytes), *plan.scratch))
 
 
-def passed_over(problem: GemmProblem, device: Device) -> tuple[tuple[str, str], ...]:
-    """The kernels for these formats that come before the plan's, each with why it is not chosen.
+def passed_over(problem: GemmProblem, device: Device) -> PassedOver:
+    """The kernels for this kind of GEMM that come before the plan's, each with why not.
 
     Kernels without the weighted sum are asked about the GEMM alone.
     """
@@ -102,6 +105,6 @@ def passed_over(problem: GemmProblem, device: Device) -> tuple[tuple[str, str], 
     for family in FAMILIES[:chosen]:
         asked = problem if family.sums else alone
         why = family.why_another(asked, device)
-        if why is not None and family.rules[0].holds(asked, device):
+        if why is not None and broken(family.kind, asked, device) is None:
             found.append((family.kernel, why))
     return tuple(found)

@@ -175,7 +175,7 @@ class Explanation:
             both = [tiles for cost in self.costs for tiles in (cost.gemm1, cost.gemm2)]
             if any(isinstance(tiles, HopperTiles) for tiles in both):
                 notes.append("tiles of Hopper's own kernels: rows x weight rows / stages")
-            notes.extend(self._tiles_from())
+            notes.extend((*self._tiles_from(), *self._passed_over()))
         elif facts is None:
             notes.append("tiles: none, the CPU runs the references")
         speed = self.target.speed
@@ -248,6 +248,18 @@ class Explanation:
         if len(users) == 1:
             return [f"tiles: {source}" for source in users]
         return [f"tiles: {source}: {', '.join(of)}" for source, of in users.items()]
+
+    def _passed_over(self) -> list[str]:
+        """One line for each reason and the kernels that it keeps from some of the GEMMs."""
+        users: dict[tuple[str, str], list[str]] = {}
+        for cost in self.costs:
+            for gemm, found in enumerate(cost.passed_over or (), start=1):
+                for kernel, why in found:
+                    users.setdefault((why, f"GEMM {gemm} of {cost.num_tokens}"), []).append(kernel)
+        kept: dict[tuple[str, str], list[str]] = {}
+        for (why, gemm), kernels in users.items():
+            kept.setdefault((why, ", ".join(kernels)), []).append(gemm)
+        return [f"not {names}: {why}: {', '.join(of)}" for (why, names), of in kept.items()]
 
 
 class Explainable(Protocol):

@@ -19,13 +19,19 @@ class Rule(NamedTuple):
     """What kernels require of a GEMM and of the GPU."""
 
     must: str
-    """What must hold, and what was got: a template with ``problem``, ``scheme`` and ``device``."""
+    """What must hold, and what was got: a template, see `broken`."""
     holds: Callable[[GemmProblem, Device], bool]
 
 
 def broken(rules: Iterable[Rule], problem: GemmProblem, device: Device) -> str | None:
-    """The text of the first rule that does not hold; None: all hold."""
-    values = {"problem": problem, "scheme": get_scheme(problem.scheme), "device": device}
+    """The text of the first rule that does not hold; None: all hold.
+
+    ``problem``, ``device``, ``scheme`` and ``mode`` (" batch-invariant", or empty) are filled in.
+    """
+    mode = " batch-invariant" if problem.sizes.rule.batch_invariant else ""
+    values = {
+        "problem": problem, "device": device, "scheme": get_scheme(problem.scheme), "mode": mode,
+    }  # fmt: skip
     texts = (rule.must.format(**values) for rule in rules if not rule.holds(problem, device))
     return next(texts, None)
 
@@ -42,8 +48,10 @@ class Family:
     """The name in `GemmPlan.kernel`, in tuned files and in explanations."""
     launcher: str
     """``module:class`` below `moe_ops.kernels`: made of a problem and a plan."""
+    kind: tuple[Rule, ...]
+    """The kind of GEMM that the kernel is for: its formats, and what follows the product."""
     rules: tuple[Rule, ...]
-    """What any tiles require; the first rule is about the formats of rows and weights."""
+    """What a GEMM of this kind must have besides, whatever its tiles."""
     tiles: Callable[[GemmProblem, Device], Any]
     """Analytic tiles of a GEMM that the family takes."""
     preferred: tuple[Rule, ...] = ()
@@ -61,11 +69,11 @@ class Family:
 
     def why_not(self, problem: GemmProblem, device: Device) -> str | None:
         """Why the kernel computes a GEMM with no tiles at all; None: it takes the GEMM."""
-        return broken(self.rules, problem, device)
+        return broken((*self.kind, *self.rules), problem, device)
 
     def why_another(self, problem: GemmProblem, device: Device) -> str | None:
         """Why the family is not chosen without tuned tiles; None: it is, unless another was."""
-        return broken((*self.rules, *self.preferred), problem, device)
+        return broken((*self.kind, *self.rules, *self.preferred), problem, device)
 
     def plan(self, problem: GemmProblem, tiles: KernelTiles, source: str) -> GemmPlan:
         """The plan of a GEMM with these tiles."""

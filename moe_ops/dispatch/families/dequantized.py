@@ -49,18 +49,17 @@ from moe_ops.scheme.packed import CHUNK
 FEW_GROUPS = (1, 2, 4, 8)
 """Values of ``group_m`` to try for the kernel for few rows."""
 REFUSED = (
-    "w must be in the plain form (see unpack_weight) for this{} GEMM on sm_{{device.arch}}, got "
-    "{{scheme.name}} in the packed form"
+    "w must be in the plain form (see unpack_weight) for this{mode} GEMM on sm_{device.arch}, got "
+    "{scheme.name} in the packed form"
 )
+FRAGMENTS = Rule("w must be in the packed form, got {scheme.name} in the plain form",
+                 lambda problem, _: problem.packed)  # fmt: skip
 RULES = (
-    Rule("w must be in the packed form, got {scheme.name} in the plain form",
-         lambda problem, _: problem.packed),
-    Rule(REFUSED.format(" batch-invariant"),
-         lambda problem, _: not problem.sizes.rule.batch_invariant),
-    Rule(REFUSED.format(""), lambda _, device: device.arch == 90 and not device.portable_only),
+    Rule(REFUSED, lambda _, device: device.arch == 90 and not device.portable_only),
+    Rule(REFUSED, lambda problem, _: not problem.sizes.rule.batch_invariant),
     Rule("{problem.unread} (unpack_weight gives the plain form)",
          lambda problem, _: not problem.unread),
-    Rule(REFUSED.format(""), lambda problem, _: problem.boxes),
+    Rule(REFUSED, lambda problem, _: problem.boxes),
 )  # fmt: skip
 READS: dict[str, Any] = {"fragments": True, "quantizes": (EACH,)}
 """What all these families have in common."""
@@ -81,7 +80,7 @@ def _widened(problem: GemmProblem) -> tuple[BufferSpec, ...]:
     return (*rows_of(problem, rows, "rows in bf16"), *scales)
 
 
-def _in_jobs(kernel: str, make: Make, *rules: Rule, sums: bool = False) -> Family:
+def _in_jobs(kernel: str, make: Make, product: Rule, *rules: Rule, sums: bool = False) -> Family:
     """A family for few slots, whose warps divide the products: see `hopper_decode.Jobs`."""
 
     def tiles(problem: GemmProblem, device: Device) -> HopperTiles | None:
@@ -90,7 +89,8 @@ def _in_jobs(kernel: str, make: Make, *rules: Rule, sums: bool = False) -> Famil
     room = Rule("all programs must find room on the GPU at once",
                 lambda problem, device: tiles(problem, device) is not None)  # fmt: skip
     return Family(
-        kernel, "_hopper.decode_jobs_gemm:DecodeJobs", (*RULES, *rules, room), tiles,
+        kernel, "_hopper.decode_jobs_gemm:DecodeJobs", (FRAGMENTS, product), (*RULES, *rules, room),
+        tiles,
         buffers=_widened, sums=sums, **READS,
     )  # fmt: skip
 
@@ -138,16 +138,16 @@ def _few_groups(problem: GemmProblem) -> Sequence[int]:
 
 LAUNCHER = "_hopper.decode_gemm:DecodeGemm"
 MANY = Dequantizing(
-    DECODE_MANY, LAUNCHER, (*RULES, NO_SUM, PLANNED),
+    DECODE_MANY, LAUNCHER, (FRAGMENTS, NO_SUM), (*RULES, PLANNED),
     lambda problem, device: many_tiles(problem.sizes, _quant(problem), device),
     preferred=(Rule(f"the row tile must be more than {max(FEW_CTAS)}",
                     lambda problem, _: problem.sizes.row_tile not in FEW_CTAS),),
-    buffers=lambda problem: (), packs=True, enough=MANY_STAGES, width=MANY_WEIGHT_ROWS, row_tiles=MANY_ROW_TILES,
-    **READS,
+    buffers=lambda problem: (), packs=True, enough=MANY_STAGES,
+    width=MANY_WEIGHT_ROWS, row_tiles=MANY_ROW_TILES, **READS,
 )  # fmt: skip
 """The kernel for many rows, which are packed in the order of the plan."""
 FEW = Dequantizing(
-    DECODE_FEW, LAUNCHER, (*RULES, NO_SUM),
+    DECODE_FEW, LAUNCHER, (FRAGMENTS, NO_SUM), RULES,
     lambda problem, device: few_tiles(problem.sizes, _quant(problem), device),
     buffers=_widened, groups=_few_groups, enough=FEW_STAGES, **READS,
 )  # fmt: skip

@@ -148,8 +148,9 @@ WHOLE_BOXES = Rule(
         p.sizes.k * p.gemm.itemsize % 16 == 0 and (p.sizes.halves == 1 or p.sizes.n % 8 == 0)
     ),
 )
+KIND = (OPERANDS, PLAIN, NO_SUM)
 RULES = (
-    OPERANDS, PLAIN, served_by(90), NO_SUM, FOLLOWS_LOAD, BOXES, WHOLE_BOXES,
+    served_by(90), FOLLOWS_LOAD, BOXES, WHOLE_BOXES,
     Rule("128 weight rows (64 with a gate) must share scales", _one_scale),
     Rule("sums of int8 products must fit in int32, got K {problem.sizes.k}",
          lambda p, _: p.sizes.k <= LONGEST_INT8 or not sums_integers(get_scheme(p.scheme))),
@@ -170,7 +171,7 @@ def _many(problem: GemmProblem, _: Device) -> bool:
 
 LAUNCHER = "_hopper.gemm:HopperGemm"
 GATHERED = Persistent(
-    PACKED, LAUNCHER, (*RULES, _has_rows(PACKED), PLANNED),
+    PACKED, LAUNCHER, KIND, (*RULES, _has_rows(PACKED), PLANNED),
     lambda p, device: packed_tiles(p.gemm, p.sizes.row_tile, device),
     preferred=(
         Rule("experts must have more rows for packing to pay", _many),
@@ -182,7 +183,7 @@ GATHERED = Persistent(
 )  # fmt: skip
 """The kernel for many rows, which are packed in the order of the plan."""
 SWAPPED = Persistent(
-    STREAM, LAUNCHER, (*RULES, _has_rows(STREAM)),
+    STREAM, LAUNCHER, KIND, (*RULES, _has_rows(STREAM)),
     lambda p, device: stream_tiles(p.gemm, p.sizes.row_tile, device),
     preferred=(Rule(f"the row tile must be at most {STREAM_ROWS}, got {{problem.sizes.row_tile}}",
                     lambda problem, _: problem.sizes.row_tile <= STREAM_ROWS),),

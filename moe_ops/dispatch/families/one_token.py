@@ -50,15 +50,14 @@ def _scales_each_row(problem: GemmProblem, _: Device) -> bool:
 
 def _family(kernel: str, product: Rule, *, sums: bool) -> Family:
     rules = (
-        OPERANDS,
         Rule("products must not be of int8", lambda p, _: takes_one_token(get_scheme(p.scheme))),
         Rule("rows must have a scale each, or one for every 128 columns", _scales_each_row),
-        served_by(90), FOLLOWS_LOAD, ONE_TOKEN, DIRECT, product, BOXES, WHOLE_BOXES,
+        served_by(90), FOLLOWS_LOAD, ONE_TOKEN, DIRECT, BOXES, WHOLE_BOXES,
         Rule(f"K must be so short that {LEAST_TOKEN_STAGES} stages fit, got {{problem.sizes.k}}",
              lambda problem, device: _tiles(problem, device).num_stages >= LEAST_TOKEN_STAGES),
     )  # fmt: skip
     return Family(
-        kernel, "_hopper.token_gemm:TokenGemm", rules, _tiles,
+        kernel, "_hopper.token_gemm:TokenGemm", (product, OPERANDS), rules, _tiles,
         quantizes=(EACH, ALL), buffers=lambda problem: (), sums=sums,
     )  # fmt: skip
 

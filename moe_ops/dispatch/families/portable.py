@@ -136,18 +136,17 @@ DEQUANTIZED = Rule(
     "weights must be dequantized, got {scheme.name}",
     lambda p, _: get_scheme(p.scheme).weight is not None and p.quant is None,
 )
-DENSE = Portable("dense", "_gemm.dense:DenseGemm", (UNQUANTIZED, NO_SUM), _dense_tiles)
+DENSE = Portable("dense", "_gemm.dense:DenseGemm", (UNQUANTIZED, NO_SUM), (), _dense_tiles)
 SCALED = Portable(
-    "scaled", "_gemm.scaled:ScaledGemm", (QUANTIZED, NO_SUM),
+    "scaled", "_gemm.scaled:ScaledGemm", (QUANTIZED, NO_SUM), (),
     lambda problem, device: scaled_gemm_tiles(problem.gemm, problem.groups, device),
 )  # fmt: skip
 DEQUANTIZE = Portable("dequantize", "_gemm.weight_only:DequantizeGemm",
-                      (DEQUANTIZED, PLAIN, NO_SUM), _dequantizing_tiles)  # fmt: skip
-SLOT = Family("scaled_slot", "_gemm.scaled_slot:SlotGemm", (
-    QUANTIZED,
+                      (PLAIN, DEQUANTIZED, NO_SUM), (), _dequantizing_tiles)  # fmt: skip
+SLOT = Family("scaled_slot", "_gemm.scaled_slot:SlotGemm", (QUANTIZED, NO_SUM), (
     Rule("a row must have one scale",
          lambda problem, _: problem.quant is not None and problem.quant.shared_cols is None),
-    NO_SUM, FOLLOWS_LOAD, ROUTED, DIRECT,
+    FOLLOWS_LOAD, ROUTED, DIRECT,
     Rule("rows must be quantized by the GEMM, each by itself", lambda p, _: p.rows == EACH),
     Rule(f"K must be at most {LONGEST_SLOT}, got {{problem.sizes.k}}",
          lambda problem, _: problem.sizes.k <= LONGEST_SLOT),
