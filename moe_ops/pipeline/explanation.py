@@ -250,16 +250,15 @@ class Explanation:
         return [f"tiles: {source}: {', '.join(of)}" for source, of in users.items()]
 
     def _passed_over(self) -> list[str]:
-        """One line for each reason and the kernels that it keeps from some of the GEMMs."""
-        users: dict[tuple[str, str], list[str]] = {}
+        """One line for each reason why kernels were passed over, with the GEMMs."""
+        kernels: dict[str, dict[str, None]] = {}
+        gemms: dict[str, dict[str, None]] = {}
         for cost in self.costs:
-            for gemm, found in enumerate(cost.passed_over or (), start=1):
+            for which, found in enumerate(cost.passed_over or (), start=1):
                 for kernel, why in found:
-                    users.setdefault((why, f"GEMM {gemm} of {cost.num_tokens}"), []).append(kernel)
-        kept: dict[tuple[str, str], list[str]] = {}
-        for (why, gemm), kernels in users.items():
-            kept.setdefault((why, ", ".join(kernels)), []).append(gemm)
-        return [f"not {names}: {why}: {', '.join(of)}" for (why, names), of in kept.items()]
+                    kernels.setdefault(why, {})[kernel] = None
+                    gemms.setdefault(why, {})[f"GEMM {which} of {cost.num_tokens}"] = None
+        return [f"not {', '.join(kernels[why])}: {why}: {', '.join(gemms[why])}" for why in gemms]
 
 
 class Explainable(Protocol):

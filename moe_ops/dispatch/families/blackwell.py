@@ -10,5 +10,6 @@ BLOCK_SCALED = Portable("block_scaled", "_gemm.block_scaled:BlockScaledGemm", (
     Rule("the GPU must have block-scaled instructions for {scheme.name}, got sm_{device.arch}",
          lambda p, device: is_block_scaled(p.scheme, device.arch) and not device.portable_only),
     PLAIN, NO_SUM,
-), (), lambda p, device: block_scaled_tiles(p.sizes, p.scheme, device), source=TILES_FROM)  # fmt: skip
+), (), lambda problem, device: block_scaled_tiles(problem.sizes, problem.scheme, device),
+    source=TILES_FROM)  # fmt: skip
 """A family whose tiles may be given, but have not been tuned."""
