@@ -36,7 +36,6 @@ from moe_ops.dispatch.hopper import (
     sums_integers,
     widths,
 )
-from moe_ops.dispatch.hopper_decode import FEW_STAGES
 from moe_ops.dispatch.plan import BufferSpec, GemmPlan, quantized_rows, rows_of
 from moe_ops.dispatch.problem import EACH, GemmProblem
 from moe_ops.dispatch.tiles import TALL_ROW_TILE, load_class
@@ -96,8 +95,8 @@ class Persistent(Tunable):
         return super().unfit(tiles, problem, device)
 
     def worth(self, tiles: HopperTiles, problem: GemmProblem) -> bool:
-        """Whether the stages of packed weights are not more than bring anything."""
-        return not self.fragments or tiles.num_stages <= FEW_STAGES
+        """Whether the stages are not more than bring anything."""
+        return tiles.num_stages <= self.enough
 
     def steps(
         self, tiles: HopperTiles, size: str, problem: GemmProblem, device: Device
