@@ -220,5 +220,5 @@ def _nearest(layer: TunedLayer, gemm: Gemm, *, packed: bool) -> Entry | None:
 
 
 def for_packed(tiles: KernelTiles) -> bool:
-    """Whether tiles are those of a kernel for packed weights."""
+    """Whether a kernel for packed weights has such tiles."""
     return isinstance(tiles, HopperTiles) and BY_NAME[tiles.kernel].fragments

@@ -33,7 +33,7 @@ class Cost:
     tiles_from: tuple[str, str] | None
     """Where the tiles of GEMM 1 and of GEMM 2 come from."""
     passed_over: tuple[PassedOver, PassedOver] | None
-    """Kernels that come before those of GEMM 1 and of GEMM 2, each with why it was not chosen."""
+    """Kernels that were passed over for GEMM 1 and for GEMM 2, each with why."""
     active_experts: float
     """Average number of local experts that have a token."""
     weight_bytes: int

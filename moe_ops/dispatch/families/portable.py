@@ -63,7 +63,7 @@ class Portable(Tunable):
         return plan._replace(scratch=(*plan.scratch, BufferSpec("plan", 4 * entries)))
 
     def has(self, tiles: KernelTiles) -> bool:
-        """Whether tiles are those of a kernel in Triton."""
+        """Whether a kernel in Triton has such tiles."""
         return isinstance(tiles, TileConfig)
 
     def unfit(self, tiles: TileConfig, problem: GemmProblem, device: Device) -> str | None:
