@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_ops.activation import formula, row_steps
 from moe_ops.dispatch.families.base import broken
-from moe_ops.dispatch.families.many_rows import RULES
+from moe_ops.dispatch.families.many_rows import CONDITIONS
 from moe_ops.dispatch.hopper import KERNELS, PACKED, HopperTiles, widths
 from moe_ops.dispatch.portable import EVERY_COLUMN, scale_groups
 from moe_ops.dispatch.problem import GemmProblem, WeightRows
@@ -100,5 +100,5 @@ def test_hoppers_kernels_take_what_every_tile_of_theirs_scales_right(on_cpu, n, 
         for tiles in [HopperTiles(kernel, block_m, block_n, 1, 2)]
     ]
     problem = GemmProblem(gemm, scheme.key, activation, scale_rows=rows)
-    why = broken(RULES, problem, TARGETS["sm_90"].facts)
+    why = broken(CONDITIONS, problem, TARGETS["sm_90"].facts)
     assert why == (None if all(right) else "128 weight rows (64 with a gate) must share scales")

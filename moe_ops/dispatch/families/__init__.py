@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families import dequantized, many_rows, one_token, portable
-from moe_ops.dispatch.families.base import Family, Rule, Tunable
+from moe_ops.dispatch.families.base import Condition, Family, Tunable
 from moe_ops.dispatch.families.blackwell import BLOCK_SCALED
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.problem import GemmProblem
@@ -24,7 +24,7 @@ One of them takes any plain weight. The last one takes any packed weight that a 
 FAMILIES: tuple[Family, ...] = (*FIXED, *TUNABLE)
 BY_NAME = {family.kernel: family for family in FAMILIES}
 
-__all__ = ["BY_NAME", "FAMILIES", "FIXED", "TUNABLE", "Family", "Rule", "serving"]
+__all__ = ["BY_NAME", "FAMILIES", "FIXED", "TUNABLE", "Condition", "Family", "serving"]
 
 
 def serving(tiles: KernelTiles, problem: GemmProblem, device: Device) -> Family | str:

@@ -15,7 +15,7 @@ from moe_ops.dispatch.tiles import is_direct
 from moe_ops.scheme import get_scheme
 
 
-class Rule(NamedTuple):
+class Condition(NamedTuple):
     """What kernels require of a GEMM and of the GPU."""
 
     must: str
@@ -23,8 +23,8 @@ class Rule(NamedTuple):
     holds: Callable[[GemmProblem, Device], bool]
 
 
-def broken(rules: Iterable[Rule], problem: GemmProblem, device: Device) -> str | None:
-    """The text of the first rule that does not hold; None: all hold.
+def broken(conditions: Iterable[Condition], problem: GemmProblem, device: Device) -> str | None:
+    """The text of the first condition that does not hold; None: all hold.
 
     ``problem``, ``device``, ``scheme`` and ``mode`` (" batch-invariant", or empty) are filled in.
     """
@@ -32,7 +32,7 @@ def broken(rules: Iterable[Rule], problem: GemmProblem, device: Device) -> str |
     values = {
         "problem": problem, "device": device, "scheme": get_scheme(problem.scheme), "mode": mode,
     }  # fmt: skip
-    texts = (rule.must.format(**values) for rule in rules if not rule.holds(problem, device))
+    texts = (each.must.format(**values) for each in conditions if not each.holds(problem, device))
     return next(texts, None)
 
 
@@ -48,13 +48,13 @@ class Family:
     """The name in `GemmPlan.kernel`, in tuned files and in explanations."""
     launcher: str
     """``module:class`` below `moe_ops.kernels`: made of a problem and a plan."""
-    kind: tuple[Rule, ...]
+    kind: tuple[Condition, ...]
     """The kind of GEMM that the kernel is for: its formats, and what follows the product."""
-    rules: tuple[Rule, ...]
+    conditions: tuple[Condition, ...]
     """What a GEMM of this kind must have besides, whatever its tiles."""
     tiles: Callable[[GemmProblem, Device], Any]
     """Analytic tiles of a GEMM that the family takes."""
-    preferred: tuple[Rule, ...] = ()
+    preferred: tuple[Condition, ...] = ()
     """What the analytic tiles require besides, to be faster than the next family's."""
     quantizes: tuple[str, ...] = ()
     """States of rows (`GemmProblem.rows`) that the kernel quantizes itself."""
@@ -69,11 +69,11 @@ class Family:
 
     def why_not(self, problem: GemmProblem, device: Device) -> str | None:
         """Why the kernel computes a GEMM with no tiles at all; None: it takes the GEMM."""
-        return broken((*self.kind, *self.rules), problem, device)
+        return broken((*self.kind, *self.conditions), problem, device)
 
     def why_another(self, problem: GemmProblem, device: Device) -> str | None:
         """Why the family is not chosen without tuned tiles; None: it is, unless another was."""
-        return broken((*self.kind, *self.rules, *self.preferred), problem, device)
+        return broken((*self.kind, *self.conditions, *self.preferred), problem, device)
 
     def plan(self, problem: GemmProblem, tiles: KernelTiles, source: str) -> GemmPlan:
         """The plan of a GEMM with these tiles."""
@@ -117,27 +117,39 @@ class Tunable(Family):
         """Tiles that differ in one field by a step, of which some may not fit."""
 
 
-def served_by(*archs: int) -> Rule:
+def served_by(*archs: int) -> Condition:
     """The GPU is one of an architecture for which the kernels were written."""
     names = " or ".join(f"sm_{arch}" for arch in archs)
     must = f"the GPU must be {names} with its own kernels, got sm_{{device.arch}}"
-    return Rule(must, lambda _, device: device.arch in archs and not device.portable_only)
+    return Condition(must, lambda _, device: device.arch in archs and not device.portable_only)
 
 
-PLAIN = Rule("w must be in the plain form, got {scheme.name} in the packed form",
-             lambda problem, _: not problem.packed)  # fmt: skip
-NO_SUM = Rule("the weighted sum must be a kernel of its own", lambda problem, _: not problem.summed)
-SUM = Rule("GEMM 2 must have the weighted sum", lambda problem, _: problem.summed)
-BOXES = Rule("operands must be aligned, with contiguous rows and float32 scales",
-             lambda problem, _: problem.boxes)  # fmt: skip
-FOLLOWS_LOAD = Rule("the GEMM must not be batch-invariant",
-                    lambda problem, _: not problem.sizes.rule.batch_invariant)  # fmt: skip
-ONE_TOKEN = Rule("the routing must be of one token, got {problem.num_tokens}",
-                 lambda problem, _: problem.one_token)  # fmt: skip
-ROUTED = Rule("the routing must be known", lambda problem, _: problem.num_tokens is not None)
-DIRECT = Rule("slots must be so few that each is a tile, got {problem.sizes.num_slots}",
-              lambda p, _: is_direct(p.sizes.num_slots, p.sizes.num_experts))  # fmt: skip
-PLANNED = Rule(
+PLAIN = Condition(
+    "w must be in the plain form, got {scheme.name} in the packed form",
+    lambda problem, _: not problem.packed,
+)
+NO_SUM = Condition(
+    "the weighted sum must be a kernel of its own", lambda problem, _: not problem.summed
+)
+SUM = Condition("GEMM 2 must have the weighted sum", lambda problem, _: problem.summed)
+BOXES = Condition(
+    "operands must be aligned, with contiguous rows and float32 scales",
+    lambda problem, _: problem.boxes,
+)
+FOLLOWS_LOAD = Condition(
+    "the GEMM must not be batch-invariant",
+    lambda problem, _: not problem.sizes.rule.batch_invariant,
+)
+ONE_TOKEN = Condition(
+    "the routing must be of one token, got {problem.num_tokens}",
+    lambda problem, _: problem.one_token,
+)
+ROUTED = Condition("the routing must be known", lambda problem, _: problem.num_tokens is not None)
+DIRECT = Condition(
+    "slots must be so few that each is a tile, got {problem.sizes.num_slots}",
+    lambda p, _: is_direct(p.sizes.num_slots, p.sizes.num_experts),
+)
+PLANNED = Condition(
     "rows are packed by a plan, and so few slots have none, got {problem.sizes.num_slots}",
     lambda p, _: not is_direct(p.sizes.num_slots, p.sizes.num_experts),
 )

@@ -16,8 +16,8 @@ from moe_ops.dispatch.families.base import (
     PLANNED,
     ROUTED,
     SUM,
+    Condition,
     Family,
-    Rule,
 )
 from moe_ops.dispatch.families.many_rows import Persistent
 from moe_ops.dispatch.hopper import HopperTiles
@@ -52,14 +52,16 @@ REFUSED = (
     "w must be in the plain form (see unpack_weight) for this{mode} GEMM on sm_{device.arch}, got "
     "{scheme.name} in the packed form"
 )
-FRAGMENTS = Rule("w must be in the packed form, got {scheme.name} in the plain form",
-                 lambda problem, _: problem.packed)  # fmt: skip
-RULES = (
-    Rule(REFUSED, lambda _, device: device.arch == 90 and not device.portable_only),
-    Rule(REFUSED, lambda problem, _: not problem.sizes.rule.batch_invariant),
-    Rule("{problem.unread} (unpack_weight gives the plain form)",
+FRAGMENTS = Condition(
+    "w must be in the packed form, got {scheme.name} in the plain form",
+    lambda problem, _: problem.packed,
+)
+CONDITIONS = (
+    Condition(REFUSED, lambda _, device: device.arch == 90 and not device.portable_only),
+    Condition(REFUSED, lambda problem, _: not problem.sizes.rule.batch_invariant),
+    Condition("{problem.unread} (unpack_weight gives the plain form)",
          lambda problem, _: not problem.unread),
-    Rule(REFUSED, lambda problem, _: problem.boxes),
+    Condition(REFUSED, lambda problem, _: problem.boxes),
 )  # fmt: skip
 READS: dict[str, Any] = {"fragments": True, "quantizes": (EACH,)}
 """What all these families have in common."""
@@ -80,19 +82,21 @@ def _widened(problem: GemmProblem) -> tuple[BufferSpec, ...]:
     return (*rows_of(problem, rows, "rows in bf16"), *scales)
 
 
-def _in_jobs(kernel: str, make: Make, product: Rule, *rules: Rule, sums: bool = False) -> Family:
+def _in_jobs(
+    kernel: str, make: Make, product: Condition, *more: Condition, sums: bool = False
+) -> Family:
     """A family for few slots, whose warps divide the products: see `hopper_decode.Jobs`."""
 
     def tiles(problem: GemmProblem, device: Device) -> HopperTiles | None:
         return make(problem.sizes, _quant(problem), device)
 
-    room = Rule("all programs must find room on the GPU at once",
-                lambda problem, device: tiles(problem, device) is not None)  # fmt: skip
-    return Family(
-        kernel, "_hopper.decode_jobs_gemm:DecodeJobs", (FRAGMENTS, product), (*RULES, *rules, room),
-        tiles,
-        buffers=_widened, sums=sums, **READS,
-    )  # fmt: skip
+    room = Condition(
+        "all programs must find room on the GPU at once",
+        lambda problem, device: tiles(problem, device) is not None,
+    )
+    launcher, kind = "_hopper.decode_jobs_gemm:DecodeJobs", (FRAGMENTS, product)
+    conditions = (*CONDITIONS, *more, room)
+    return Family(kernel, launcher, kind, conditions, tiles, buffers=_widened, sums=sums, **READS)
 
 
 SLOT = _in_jobs(DECODE_SLOT, decode_slot_tiles, NO_SUM, ROUTED, DIRECT)
@@ -138,16 +142,18 @@ def _few_groups(problem: GemmProblem) -> Sequence[int]:
 
 LAUNCHER = "_hopper.decode_gemm:DecodeGemm"
 MANY = Dequantizing(
-    DECODE_MANY, LAUNCHER, (FRAGMENTS, NO_SUM), (*RULES, PLANNED),
+    DECODE_MANY, LAUNCHER, (FRAGMENTS, NO_SUM), (*CONDITIONS, PLANNED),
     lambda problem, device: many_tiles(problem.sizes, _quant(problem), device),
-    preferred=(Rule(f"the row tile must be more than {max(FEW_CTAS)}",
-                    lambda problem, _: problem.sizes.row_tile not in FEW_CTAS),),
+    preferred=(
+        Condition(f"the row tile must be more than {max(FEW_CTAS)}",
+                  lambda problem, _: problem.sizes.row_tile not in FEW_CTAS),
+    ),
     buffers=lambda problem: (), packs=True, enough=MANY_STAGES,
     width=MANY_WEIGHT_ROWS, row_tiles=MANY_ROW_TILES, **READS,
 )  # fmt: skip
 """The kernel for many rows, which are packed in the order of the plan."""
 FEW = Dequantizing(
-    DECODE_FEW, LAUNCHER, (FRAGMENTS, NO_SUM), RULES,
+    DECODE_FEW, LAUNCHER, (FRAGMENTS, NO_SUM), CONDITIONS,
     lambda problem, device: few_tiles(problem.sizes, _quant(problem), device),
     buffers=_widened, groups=_few_groups, enough=FEW_STAGES, **READS,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from moe_ops.dispatch.families.base import (
     NO_SUM,
     PLAIN,
     PLANNED,
-    Rule,
+    Condition,
     Tunable,
     served_by,
 )
@@ -136,11 +136,11 @@ def _one_scale(problem: GemmProblem, _: Device) -> bool:
     return groups.k == ROW_BYTES and groups.n >= 128 // problem.sizes.halves
 
 
-OPERANDS = Rule(
+OPERANDS = Condition(
     "operands must be 16-bit, or fp8 or int8 with float32 scales, got {scheme.name}",
     lambda problem, _: operand_bytes(get_scheme(problem.scheme)) == problem.gemm.itemsize,
 )
-WHOLE_BOXES = Rule(
+WHOLE_BOXES = Condition(
     "TMA boxes must hold 16 bytes along K, and 8 gate rows beside 8 up rows, "
     "got K {problem.sizes.k} and {problem.sizes.n} columns",
     lambda p, _: (
@@ -148,18 +148,18 @@ WHOLE_BOXES = Rule(
     ),
 )
 KIND = (OPERANDS, PLAIN, NO_SUM)
-RULES = (
+CONDITIONS = (
     served_by(90), FOLLOWS_LOAD, BOXES, WHOLE_BOXES,
-    Rule("128 weight rows (64 with a gate) must share scales", _one_scale),
-    Rule("sums of int8 products must fit in int32, got K {problem.sizes.k}",
+    Condition("128 weight rows (64 with a gate) must share scales", _one_scale),
+    Condition("sums of int8 products must fit in int32, got K {problem.sizes.k}",
          lambda p, _: p.sizes.k <= LONGEST_INT8 or not sums_integers(get_scheme(p.scheme))),
-    Rule("rows must not have one scale for each expert", lambda p, _: not p.expert_scales),
+    Condition("rows must not have one scale for each expert", lambda p, _: not p.expert_scales),
 )  # fmt: skip
 
 
-def _has_rows(kernel: str) -> Rule:
+def _has_rows(kernel: str) -> Condition:
     """The kernel has tiles with the row tile of the plan."""
-    return Rule(f"{kernel} must have tiles of {{problem.sizes.row_tile}} rows",
+    return Condition(f"{kernel} must have tiles of {{problem.sizes.row_tile}} rows",
                 lambda p, _: widths(kernel, p.sizes.row_tile, p.gemm.itemsize) != ())  # fmt: skip
 
 
@@ -170,11 +170,11 @@ def _many(problem: GemmProblem, _: Device) -> bool:
 
 LAUNCHER = "_hopper.gemm:HopperGemm"
 GATHERED = Persistent(
-    PACKED, LAUNCHER, KIND, (*RULES, _has_rows(PACKED), PLANNED),
+    PACKED, LAUNCHER, KIND, (*CONDITIONS, _has_rows(PACKED), PLANNED),
     lambda p, device: packed_tiles(p.gemm, p.sizes.row_tile, device),
     preferred=(
-        Rule("experts must have more rows for packing to pay", _many),
-        Rule(f"there must be {LEAST_COLUMNS} weight rows for packing to pay",
+        Condition("experts must have more rows for packing to pay", _many),
+        Condition(f"there must be {LEAST_COLUMNS} weight rows for packing to pay",
              lambda problem, _: problem.weight[1] >= LEAST_COLUMNS),
     ),
     quantizes=(EACH,), packs=True,
@@ -182,10 +182,12 @@ GATHERED = Persistent(
 )  # fmt: skip
 """The kernel for many rows, which are packed in the order of the plan."""
 SWAPPED = Persistent(
-    STREAM, LAUNCHER, KIND, (*RULES, _has_rows(STREAM)),
+    STREAM, LAUNCHER, KIND, (*CONDITIONS, _has_rows(STREAM)),
     lambda p, device: stream_tiles(p.gemm, p.sizes.row_tile, device),
-    preferred=(Rule(f"the row tile must be at most {STREAM_ROWS}, got {{problem.sizes.row_tile}}",
-                    lambda problem, _: problem.sizes.row_tile <= STREAM_ROWS),),
+    preferred=(
+        Condition(f"the row tile must be at most {STREAM_ROWS}",
+                  lambda problem, _: problem.sizes.row_tile <= STREAM_ROWS),
+    ),
     groups=lambda problem: (),
 )  # fmt: skip
 """The swap-AB decode kernel, whose programs read rows where they are."""

@@ -9,8 +9,8 @@ from moe_ops.dispatch.families.base import (
     FOLLOWS_LOAD,
     ONE_TOKEN,
     SUM,
+    Condition,
     Family,
-    Rule,
     served_by,
 )
 from moe_ops.dispatch.families.many_rows import OPERANDS, WHOLE_BOXES
@@ -48,21 +48,22 @@ def _scales_each_row(problem: GemmProblem, _: Device) -> bool:
     return quant is None or not quant.per_tensor and quant.shared_cols in (None, ROW_BYTES)
 
 
-def _family(kernel: str, product: Rule, *, sums: bool) -> Family:
-    rules = (
-        Rule("products must not be of int8", lambda p, _: takes_one_token(get_scheme(p.scheme))),
-        Rule("rows must have a scale each, or one for every 128 columns", _scales_each_row),
+def _family(kernel: str, product: Condition, *, sums: bool) -> Family:
+    conditions = (
+        Condition("products must not be of int8",
+                  lambda problem, _: takes_one_token(get_scheme(problem.scheme))),
+        Condition("rows must have a scale each, or one for every 128 columns", _scales_each_row),
         served_by(90), FOLLOWS_LOAD, ONE_TOKEN, DIRECT, BOXES, WHOLE_BOXES,
-        Rule(f"K must be so short that {LEAST_TOKEN_STAGES} stages fit, got {{problem.sizes.k}}",
-             lambda problem, device: _tiles(problem, device).num_stages >= LEAST_TOKEN_STAGES),
+        Condition(f"K must leave room for {LEAST_TOKEN_STAGES} stages, got {{problem.sizes.k}}",
+                  lambda problem, device: _tiles(problem, device).num_stages >= LEAST_TOKEN_STAGES),
     )  # fmt: skip
     return Family(
-        kernel, "_hopper.token_gemm:TokenGemm", (product, OPERANDS), rules, _tiles,
+        kernel, "_hopper.token_gemm:TokenGemm", (product, OPERANDS), conditions, _tiles,
         quantizes=(EACH, ALL), buffers=lambda problem: (), sums=sums,
     )  # fmt: skip
 
 
-FIRST = _family(TOKEN, Rule(
+FIRST = _family(TOKEN, Condition(
     "GEMM 1 must have the activation", lambda p, _: p.activation != "" and not p.summed
 ), sums=False)  # fmt: skip
 SECOND = _family(TOKEN_SUM, SUM, sums=True)

@@ -12,8 +12,8 @@ from moe_ops.dispatch.families.base import (
     NO_SUM,
     PLAIN,
     ROUTED,
+    Condition,
     Family,
-    Rule,
     Tunable,
 )
 from moe_ops.dispatch.hopper import KernelTiles
@@ -128,11 +128,15 @@ def _dequantizing_tiles(problem: GemmProblem, device: Device) -> TileConfig:
     return tiles if pipelined else replace(tiles, num_stages=1)
 
 
-UNQUANTIZED = Rule("weights must not be quantized, got {scheme.name}",
-                   lambda p, _: get_scheme(p.scheme).weight is None)  # fmt: skip
-QUANTIZED = Rule("both operands must be quantized, got {scheme.name}",
-                 lambda problem, _: problem.quant is not None)  # fmt: skip
-DEQUANTIZED = Rule(
+UNQUANTIZED = Condition(
+    "weights must not be quantized, got {scheme.name}",
+    lambda p, _: get_scheme(p.scheme).weight is None,
+)
+QUANTIZED = Condition(
+    "both operands must be quantized, got {scheme.name}",
+    lambda problem, _: problem.quant is not None,
+)
+DEQUANTIZED = Condition(
     "weights must be dequantized, got {scheme.name}",
     lambda p, _: get_scheme(p.scheme).weight is not None and p.quant is None,
 )
@@ -141,15 +145,20 @@ SCALED = Portable(
     "scaled", "_gemm.scaled:ScaledGemm", (QUANTIZED, NO_SUM), (),
     lambda problem, device: scaled_gemm_tiles(problem.gemm, problem.groups, device),
 )  # fmt: skip
-DEQUANTIZE = Portable("dequantize", "_gemm.weight_only:DequantizeGemm",
-                      (PLAIN, DEQUANTIZED, NO_SUM), (), _dequantizing_tiles)  # fmt: skip
+DEQUANTIZE = Portable(
+    "dequantize",
+    "_gemm.weight_only:DequantizeGemm",
+    (PLAIN, DEQUANTIZED, NO_SUM),
+    (),
+    _dequantizing_tiles,
+)
 SLOT = Family("scaled_slot", "_gemm.scaled_slot:SlotGemm", (QUANTIZED, NO_SUM), (
-    Rule("a row must have one scale",
-         lambda problem, _: problem.quant is not None and problem.quant.shared_cols is None),
+    Condition("a row must have one scale",
+              lambda problem, _: problem.quant is not None and problem.quant.shared_cols is None),
     FOLLOWS_LOAD, ROUTED, DIRECT,
-    Rule("rows must be quantized by the GEMM, each by itself", lambda p, _: p.rows == EACH),
-    Rule(f"K must be at most {LONGEST_SLOT}, got {{problem.sizes.k}}",
-         lambda problem, _: problem.sizes.k <= LONGEST_SLOT),
+    Condition("rows must be quantized by the GEMM, each by itself", lambda p, _: p.rows == EACH),
+    Condition(f"K must be at most {LONGEST_SLOT}, got {{problem.sizes.k}}",
+              lambda problem, _: problem.sizes.k <= LONGEST_SLOT),
 ), lambda *_: SLOT_TILES, quantizes=(EACH,), buffers=lambda problem: ())  # fmt: skip
 """For few slots: it is faster to quantize a row in the GEMM if it has one scale and is not long.
 
