@@ -152,15 +152,17 @@ CONDITIONS = (
     served_by(90), FOLLOWS_LOAD, BOXES, WHOLE_BOXES,
     Condition("128 weight rows (64 with a gate) must share scales", _one_scale),
     Condition("sums of int8 products must fit in int32, got K {problem.sizes.k}",
-         lambda p, _: p.sizes.k <= LONGEST_INT8 or not sums_integers(get_scheme(p.scheme))),
+              lambda p, _: p.sizes.k <= LONGEST_INT8 or not sums_integers(get_scheme(p.scheme))),
     Condition("rows must not have one scale for each expert", lambda p, _: not p.expert_scales),
 )  # fmt: skip
 
 
 def _has_rows(kernel: str) -> Condition:
     """The kernel has tiles with the row tile of the plan."""
-    return Condition(f"{kernel} must have tiles of {{problem.sizes.row_tile}} rows",
-                lambda p, _: widths(kernel, p.sizes.row_tile, p.gemm.itemsize) != ())  # fmt: skip
+    return Condition(
+        f"{kernel} must have tiles of {{problem.sizes.row_tile}} rows",
+        lambda p, _: widths(kernel, p.sizes.row_tile, p.gemm.itemsize) != (),
+    )
 
 
 def _many(problem: GemmProblem, _: Device) -> bool:
@@ -175,7 +177,7 @@ GATHERED = Persistent(
     preferred=(
         Condition("experts must have more rows for packing to pay", _many),
         Condition(f"there must be {LEAST_COLUMNS} weight rows for packing to pay",
-             lambda problem, _: problem.weight[1] >= LEAST_COLUMNS),
+                  lambda problem, _: problem.weight[1] >= LEAST_COLUMNS),
     ),
     quantizes=(EACH,), packs=True,
     buffers=lambda problem: () if problem.rows == EACH else quantized_rows(problem),
