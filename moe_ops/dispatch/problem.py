@@ -18,7 +18,7 @@ from moe_ops.dispatch.operands import OperandSpecs
 from moe_ops.dispatch.portable import ScaleGroups, scale_groups, scaled_group
 from moe_ops.dispatch.tiles import Gemm, TileRule
 from moe_ops.scheme import WHOLE, Quant, Scheme, get_scheme
-from moe_ops.scheme.packed import PACKED_DTYPE
+from moe_ops.scheme.packed import PACKED_DTYPES
 from moe_ops.scheme.weights import rows_per_scale
 
 BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
@@ -180,7 +180,7 @@ def problem_of(operands: OperandSpecs) -> GemmProblem:
     )
     weight = (experts, n, width * scheme.numbers_per_entry(w.dtype))
     itemsize = 2 if scheme.decoded else a.dtype.itemsize
-    packed = w.dtype == PACKED_DTYPE
+    packed = w.dtype in PACKED_DTYPES
     unread = _unread(operands, scheme) if packed else ""
     boxes = not unread if packed else not operands.adds and _boxable(operands, scheme)
     rows, scales = _row_facts(operands, scheme)

@@ -93,6 +93,8 @@ def test_steps_of_the_kernel_for_few_rows(rows, ctas):
     for tiles in (start.tiles, *near["ctas"]):
         most = most_stages(tiles, get_scheme(MXFP4).weight, H200)
         assert tiles.num_stages == min(6, most)
+        more = layer.neighbours(Trial(256, 1, tiles), "num_stages")
+        assert all(trial.tiles.num_stages <= min(6, most) for trial in more)
     several = layer.load(256) > 0
     assert several and {t.group_m for t in near["group_m"]} == set(FEW_GROUPS[1:])
     assert not layer.neighbours(Trial(8, 1, start.tiles), "group_m")  # one row tile per expert
