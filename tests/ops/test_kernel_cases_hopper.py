@@ -38,7 +38,7 @@ from moe_ops.dispatch.gemm_plan import plan_gemm  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles  # noqa: E402
 from moe_ops.dispatch.hopper_decode import DECODE_SUM  # noqa: E402
 from moe_ops.kernels._gemm.operands import GemmOperands  # noqa: E402
-from moe_ops.kernels._gemm.run import KERNELS  # noqa: E402
+from moe_ops.kernels._gemm.run import launcher  # noqa: E402
 from moe_ops.reference.expert_gemm import expert_matmul  # noqa: E402
 from moe_ops.reference.quantize import moe_quantize  # noqa: E402
 from moe_ops.reference.scaled_gemm import scaled_matmul  # noqa: E402
@@ -71,7 +71,7 @@ def run(problem, config, operands, like, programs, facts=NO_GPU):
     assert config is None or plan.kernel == config.kernel
     out = torch.full_like(like, torch.nan)
     with interpreted(programs):
-        KERNELS[plan.kernel](problem, plan)(out, operands)
+        launcher(BY_NAME[plan.kernel])(problem, plan)(out, operands)
     return out, plan.kernel
 
 

@@ -36,7 +36,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._gemm.run import KERNELS
+    from moe_ops.kernels._gemm.run import launcher
 
 
 def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
@@ -60,7 +60,7 @@ def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
     assert BY_NAME[plan.kernel].fragments
     operands = GemmOperands(x, q.data, tiles, bias, weights, None, *q[1:])
     with interpreted(None if plan.kernel == DECODE_SLOT else programs):
-        KERNELS[plan.kernel](problem, plan)(out, operands)
+        launcher(BY_NAME[plan.kernel])(problem, plan)(out, operands)
     return out
 
 

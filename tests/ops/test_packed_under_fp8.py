@@ -39,7 +39,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._gemm.run import KERNELS
+    from moe_ops.kernels._gemm.run import launcher
 
 
 def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, programs=3):
@@ -64,7 +64,7 @@ def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, progra
     assert plan.quantizes_rows == (rows[1] is None)
     operands = GemmOperands(rows[0], q.data, tiles, bias, None, rows[1], *q[1:])
     with interpreted(None if plan.kernel == DECODE_SLOT else programs):
-        KERNELS[plan.kernel](problem, plan)(out, operands)
+        launcher(BY_NAME[plan.kernel])(problem, plan)(out, operands)
     return out
 
 

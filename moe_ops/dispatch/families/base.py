@@ -75,7 +75,7 @@ class Family:
         """Why the family is not chosen without tuned tiles; None: it is, unless another was."""
         return broken((*self.kind, *self.conditions, *self.preferred), problem, device)
 
-    def plan(self, problem: GemmProblem, tiles: KernelTiles, source: str) -> GemmPlan:
+    def plan(self, problem: GemmProblem, tiles: Any, source: str) -> GemmPlan:
         """The plan of a GEMM with these tiles."""
         quantizes = problem.rows in self.quantizes
         return GemmPlan(self.kernel, tiles, quantizes, 0, self.buffers(problem), source)

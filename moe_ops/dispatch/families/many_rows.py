@@ -114,7 +114,7 @@ class Persistent(Tunable):
         whole = size in ("block_n", "ctas")
         return [self.in_stages(t, problem, device) for t in found] if whole else found
 
-    def plan(self, problem: GemmProblem, tiles: HopperTiles, source: str) -> GemmPlan:  # type: ignore[override]
+    def plan(self, problem: GemmProblem, tiles: HopperTiles, source: str) -> GemmPlan:
         """With the counter of a dynamic schedule and, if rows are packed first, their buffers."""
         plan, sizes = super().plan(problem, tiles, source), problem.sizes
         if not self.packs:

@@ -53,7 +53,7 @@ PIPELINE_LIMIT = 64
 class Portable(Tunable):
     """A kernel in Triton, whose tiles are a `TileConfig`."""
 
-    def plan(self, problem: GemmProblem, tiles: TileConfig, source: str) -> GemmPlan:  # type: ignore[override]
+    def plan(self, problem: GemmProblem, tiles: TileConfig, source: str) -> GemmPlan:
         """With a plan of the kernel's own if its tiles do not divide the plan's."""
         plan = super().plan(problem, tiles, source)
         if not own_plan(problem.sizes, tiles):

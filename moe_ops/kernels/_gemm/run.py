@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import Device, device_facts
-from moe_ops.dispatch.families import BY_NAME
+from moe_ops.dispatch.families import BY_NAME, Family
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import SETTINGS, operands_of
@@ -95,6 +95,11 @@ def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant |
     kernel(out, given)
 
 
+def launcher(family: Family) -> Callable[..., Kernel]:
+    """What makes a kernel of a problem and a plan: imported when a plan first asks for it."""
+    return resolve_name(f"moe_ops.kernels.{family.launcher}")
+
+
 @lru_cache(maxsize=8192)
 def _ready(
     problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
@@ -105,7 +110,7 @@ def _ready(
     plan = plan_gemm(problem, device, config=config)
     before = problem.rows != STORED and not plan.quantizes_rows
     family, quant = BY_NAME[plan.kernel], problem.quant if before else None
-    make = resolve_name(f"moe_ops.kernels.{family.launcher}")
+    make = launcher(family)
     if problem.summed and not family.sums:
         return SumAfter(make(without_sum(problem), plan)), quant
     return make(problem, plan), quant
