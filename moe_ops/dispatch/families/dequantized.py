@@ -30,7 +30,6 @@ from moe_ops.dispatch.hopper_decode import (
     FEW_STAGES,
     FEW_WEIGHT_ROWS,
     MANY_ROW_TILES,
-    MANY_STAGES,
     MANY_WEIGHT_ROWS,
     ONE_CTA,
     decode_slot_tiles,
@@ -148,7 +147,7 @@ MANY = Dequantizing(
         Condition(f"the row tile must be more than {max(FEW_CTAS)}",
                   lambda problem, _: problem.sizes.row_tile not in FEW_CTAS),
     ),
-    buffers=lambda problem: (), packs=True, enough=MANY_STAGES,
+    buffers=lambda problem: (), packs=True, enough=FEW_STAGES,
     width=MANY_WEIGHT_ROWS, row_tiles=MANY_ROW_TILES, **READS,
 )  # fmt: skip
 """The kernel for many rows, which are packed in the order of the plan."""

@@ -55,7 +55,7 @@ class Persistent(Tunable):
     groups: Callable[[GemmProblem], Sequence[int]] = lambda problem: PACKED_GROUPS
     """Values of ``group_m`` that the tuner tries."""
     enough: int = 64
-    """Stages beyond which more bring nothing."""
+    """Stages beyond which the tuner tries no more."""
 
     def has(self, tiles: KernelTiles) -> bool:
         """Whether tiles name the kernel."""
@@ -75,7 +75,7 @@ class Persistent(Tunable):
         return most_stages(tiles, device)
 
     def in_stages(self, tiles: HopperTiles, problem: GemmProblem, device: Device) -> HopperTiles:
-        """Tiles of another size in as many stages as fit and bring anything."""
+        """Tiles of another size in the most stages that fit and are tried."""
         most = self.most_stages(tiles, problem, device)
         return replace(tiles, num_stages=min(self.enough, most))
 
@@ -95,7 +95,7 @@ class Persistent(Tunable):
         return super().unfit(tiles, problem, device)
 
     def worth(self, tiles: HopperTiles, problem: GemmProblem) -> bool:
-        """Whether the stages are not more than bring anything."""
+        """Whether the stages are not more than `enough`."""
         return tiles.num_stages <= self.enough
 
     def steps(
