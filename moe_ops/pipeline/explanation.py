@@ -12,8 +12,8 @@ import torch
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.brief import aligned
+from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
-from moe_ops.dispatch.hopper_decode import DECODING
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.costs import Cost, cost_of
 from moe_ops.pipeline.devices import Target, target_named, target_of
@@ -175,7 +175,7 @@ class Explanation:
             both = [tiles for cost in self.costs for tiles in (cost.gemm1, cost.gemm2)]
             if any(isinstance(tiles, HopperTiles) for tiles in both):
                 notes.append("tiles of Hopper's own kernels: rows x weight rows / stages")
-            notes.extend(self._tiles_from())
+            notes.extend((*self._tiles_from(), *self._passed_over()))
         elif facts is None:
             notes.append("tiles: none, the CPU runs the references")
         speed = self.target.speed
@@ -191,7 +191,8 @@ class Explanation:
 
     def _weights(self) -> list[str]:
         """A line about MXFP4 weights that may be held as fp8."""
-        packed = any(set(DECODING) & set(cost.kernels or ()) for cost in self.costs)
+        kernels = (kernel for cost in self.costs for kernel in cost.kernels or ())
+        packed = any(BY_NAME[kernel].fragments for kernel in kernels)
         form = "packed" if packed else "plain"
         if self.exact_rows is not None:
             plain, exact, rows = self.exact_rows
@@ -247,6 +248,17 @@ class Explanation:
         if len(users) == 1:
             return [f"tiles: {source}" for source in users]
         return [f"tiles: {source}: {', '.join(of)}" for source, of in users.items()]
+
+    def _passed_over(self) -> list[str]:
+        """One line for each reason why kernels were passed over, with the GEMMs."""
+        kernels: dict[str, dict[str, None]] = {}
+        gemms: dict[str, dict[str, None]] = {}
+        for cost in self.costs:
+            for which, found in enumerate(cost.passed_over or (), start=1):
+                for kernel, why in found:
+                    kernels.setdefault(why, {})[kernel] = None
+                    gemms.setdefault(why, {})[f"GEMM {which} of {cost.num_tokens}"] = None
+        return [f"not {', '.join(kernels[why])}: {why}: {', '.join(gemms[why])}" for why in gemms]
 
 
 class Explainable(Protocol):

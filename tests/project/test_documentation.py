@@ -117,7 +117,8 @@ def templates():
 
     def text(node):
         if isinstance(node, ast.Constant):
-            return node.value if isinstance(node.value, str) else ".."
+            field = r"\{[^{}]*\}"  # of a template
+            return re.sub(field, "..", node.value) if isinstance(node.value, str) else ".."
         parts = node.values if isinstance(node, ast.JoinedStr) else (node.left, node.right)
         return "".join(text(x) if isinstance(x, TEXTS) else ".." for x in parts)
 
