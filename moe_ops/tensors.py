@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,8 +124,8 @@ class ExpertWeight(NamedTuple):
     global_scale: Tensor | None = None
 
 
-AnyWeight = Sequence[Tensor | None]
-"""An `ExpertWeight`, or the list of its fields that operators take."""
+AnyWeight = Sequence[Any]
+"""An `ExpertWeight`, or the list of its fields that operators take: tensors and None."""
 
 
 class ExpertWeights(NamedTuple):
