@@ -132,7 +132,7 @@ class Layer:
         seen: Counter[str] = Counter()
         for call in recorded(stage, run or moe_ops_layer(self.experts, self.inputs)):
             seen[call.name] += 1
-            problem = problem_of_call(call.operator, call.args, call.out)
+            problem = problem_of_call(call.operator, call.args)
             if problem is None:
                 yield Case(call.name, call.again, nbytes(call.args, call.kwargs, call.out))
             else:
@@ -142,7 +142,7 @@ class Layer:
         """The first or second expert GEMM: only the weights of experts with tokens are read."""
         num_experts, rows, k = problem.weight
         given = zip(call.operator._schema.arguments, call.args, strict=False)
-        weights = nbytes([x for argument, x in given if argument.name[0] == "w"])
+        weights = nbytes([x for argument, x in given if argument.name == "weight"])
         rest = nbytes(call.args, call.out) - weights
         return Case(
             name=call.name if problem.summed else f"{call.name}:w{number}",

@@ -31,5 +31,5 @@ def expert_dgrad(
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     turned = a.new_empty(()).expand(experts, k, n)
     slots = sizes.gemm(a, turned, (1, 1), None, tiles, rule, top_k)
-    sizes.quantized_weight(scheme, (experts, n, k), w, w_scale, w_global_scale, w_zero_point)
+    sizes.weight_parts(scheme, (experts, n, k), w, w_scale, w_global_scale, w_zero_point)
     return a.new_empty((slots, k))

@@ -27,8 +27,9 @@ COUNTER = "torch.utils.flop_counter"
 
 
 def product(given: Mapping[str, Any]) -> int:
-    """``a`` by the experts' weights ``w``, or by their transposes."""
-    w, scheme = given["w"], get_scheme(given.get("scheme", UNQUANTIZED.key))
+    """``a`` by the experts' weights, or by their transposes."""
+    w = given["weight"][0] if "weight" in given else given["w"]
+    scheme = get_scheme(given.get("scheme", UNQUANTIZED.key))
     numbers = w.shape[1] * w.shape[2] * scheme.numbers_per_entry(w.dtype)
     return 2 * given["a"].shape[0] * given.get("top_k", 1) * numbers
 
@@ -50,16 +51,16 @@ def register() -> None:
 
 
 def _register(module: ModuleType) -> None:
-    for operator, formula in FORMULAS.items():
-        packet = operator.overloadpacket
-        module.register_flop_formula(packet, get_raw=True)(_counted(operator, formula))
+    for packet, formula in {op.overloadpacket: rule for op, rule in FORMULAS.items()}.items():
+        module.register_flop_formula(packet, get_raw=True)(_counted(packet, formula))
 
 
-def _counted(operator: Any, formula: Formula) -> Callable[..., int]:
-    """The formula with the operator's arguments, as the counter calls it."""
-    names = [argument.name for argument in operator._schema.arguments]
+def _counted(packet: Any, formula: Formula) -> Callable[..., int]:
+    """The formula with the arguments of a packet's overloads, as the counter calls it."""
 
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        operator = packet.out if "out" in kwargs else packet.default
+        names = (argument.name for argument in operator._schema.arguments)
         return formula({**dict(zip(names, args, strict=False)), **kwargs})
 
     return count

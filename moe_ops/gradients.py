@@ -268,7 +268,11 @@ def asked_for(name: str, args: Any, kwargs: Any) -> bool:
             the operator cannot change.
     """
     check_forward_mode(name, args)
-    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)):
+    if not torch.is_grad_enabled():
+        return False
+    values = (*args, *kwargs.values())  # torch sees no tensor in a list that also has None
+    lists = [x for value in values if isinstance(value, (list, tuple)) for x in value]
+    if not torch._C._any_requires_grad(*values, *lists):
         return False
     if kwargs.get("out") is not None:
         raise NotImplementedError(message(name))

@@ -8,10 +8,10 @@ An operator ``moe_ops::name`` of a stage has three legs, found by the stage's fi
   allocate with these same functions, so the two cannot drift.
 
 All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
-``.out`` overloads, ``expert_matmul_add``, and ``eplb_map_to_physical_and_record``, which counts
-into a buffer of its caller: their schemas say so. (The overloads do not carry ``torch.Tag.out``:
-Inductor would then call them instead of the functional ones, which fails in torch 2.13 if a size is
-dynamic.)
+``.out`` overloads (that of ``expert_product`` adds to what is there), and
+``eplb_map_to_physical_and_record``, which counts into a buffer of its caller: their schemas say so.
+(The overloads do not carry ``torch.Tag.out``: Inductor would then call them instead of the
+functional ones, which fails in torch 2.13 if a size is dynamic.)
 
 If the shape, stride or dtype rule of an output changes, the operator gets a new name: Inductor's
 cache finds graphs by operators' names, and a cached graph relies on the old rule. A test compares
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from moe_ops import flops, gradients
+from moe_ops import flops, gradients, retired
 from moe_ops.checks import remembered
 
 NAMESPACE = "moe_ops"
@@ -257,35 +257,29 @@ batched_activation_quantize = _op(
     "batched_activation_quantize(Tensor x, Tensor? scale, Tensor expert_num_tokens,"
     " str activation, str quant) -> (Tensor q, Tensor q_scale)",
 )
-# ``tiles`` are the fields of a `moe_ops.tensors.Tiles`: plan, ``topk_ids`` and expert map. With
-# `expert_order` the rows between the two expert GEMMs (`out` of the GEMM with an activation, `a` of
-# the other) are permuted: see `reference/expert_gemm.py`.
-expert_matmul = _op(
-    "expert_gemm",
-    "expert_matmul(Tensor a, Tensor w, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles,"
-    ' SymInt top_k, str activation="", bool expert_order=False, bool batch_invariant=False)'
-    " -> Tensor",
+# ``weight`` are the fields of a `moe_ops.tensors.ExpertWeight`, and ``tiles`` those of a `Tiles`.
+# With `expert_order` the rows between the two expert GEMMs (`out` of the GEMM with an activation,
+# `a` of the other) are permuted: see `reference/expert_product.py`.
+expert_product = _op(
+    "expert_product",
+    "expert_product(Tensor a, Tensor? a_scale, Tensor?[] weight, Tensor? topk_weights,"
+    ' Tensor?[] tiles, SymInt top_k, str scheme, ScalarType out_dtype, str activation="",'
+    " bool expert_order=False, bool batch_invariant=False) -> Tensor",
     flops.product,
 )
 # Adds products to rows that are there already: the low-rank products of adapters.
-expert_matmul_add = _op(
-    "expert_gemm",
-    "expert_matmul_add(Tensor a, Tensor w, Tensor? topk_weights, Tensor?[] tiles, SymInt top_k,"
-    " bool batch_invariant=False, *, Tensor(a!) out) -> ()",
+expert_product_out = _op(
+    "expert_product",
+    "expert_product.out(Tensor a, Tensor?[] weight, Tensor? topk_weights, Tensor?[] tiles,"
+    " SymInt top_k, bool batch_invariant=False, *, Tensor(a!) out) -> ()",
     flops.product,
 )
-scaled_matmul = _op(
-    "scaled_gemm",
-    "scaled_matmul(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? w_global_scale,"
-    " Tensor? bias, Tensor?[] tiles, SymInt top_k, str scheme, ScalarType out_dtype,"
-    ' str activation="", bool batch_invariant=False) -> Tensor',
-    flops.product,
-)
-weight_only_matmul = _op(
-    "weight_only_gemm",
-    "weight_only_matmul(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
-    " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles, SymInt top_k,"
-    ' str scheme, str activation="", bool batch_invariant=False) -> Tensor',
+# One launch for one token on Hopper. Compiled programs call this operator if T may be 1.
+expert_product_sum = _op(
+    "expert_product",
+    "expert_product_sum(Tensor a, Tensor? a_scale, Tensor?[] weight, Tensor? topk_weights,"
+    " Tensor?[] tiles, str scheme, ScalarType out_dtype, bool expert_order=False,"
+    " bool batch_invariant=False) -> Tensor",
     flops.product,
 )
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
@@ -330,21 +324,6 @@ moe_fused_mul_sum_out = _op(
     " Tensor? expert_map, Tensor? num_valid_tokens, SymInt num_local_experts, *, Tensor(a!) out)"
     " -> ()",
 )
-# One launch for one token on Hopper. Compiled programs call these operators if T may be 1.
-gemm_sum = _op(
-    "gemm_sum",
-    "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"
-    " Tensor? topk_weights, Tensor?[] tiles, str scheme, ScalarType? out_dtype=None,"
-    " bool expert_order=False, bool batch_invariant=False, Tensor? w_global_scale=None) -> Tensor",
-    flops.product,
-)
-weight_only_sum = _op(
-    "weight_only_gemm",
-    "weight_only_sum(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
-    " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles, str scheme,"
-    " bool batch_invariant=False) -> Tensor",
-    flops.product,
-)
 eplb_map_to_physical_and_record = _op(
     "eplb",
     "eplb_map_to_physical_and_record(Tensor topk_ids, Tensor(a!) expert_load_view,"
@@ -376,4 +355,9 @@ symmetric_return = _op(
     "symmetric_return(Tensor sums, Tensor? expert_ranks, Tensor peers, Tensor(a!) state,"
     " SymInt top_k) -> Tensor",
 )
+for version, schemas in retired.SCHEMAS.items():
+    for schema in schemas:
+        name = schema.split("(")[0]
+        _library.define(schema)
+        _library.impl(name, retired.refusal(name, version), "CompositeExplicitAutograd")
 flops.register()

@@ -18,7 +18,7 @@ from moe_ops.checks import MAX_EXPERTS
 from moe_ops.dispatch.tiles import MAX_ROW_TILE, TileRule, is_direct, plan_sizes
 from moe_ops.scheme import WHOLE, Quant, get_scheme, is_packed
 from moe_ops.scheme.packed import check_packed, groups_first
-from moe_ops.tensors import AnyTiles
+from moe_ops.tensors import AnyTiles, AnyWeight, ExpertWeight
 
 
 def shaped(name: str, x: Tensor, *sizes: int | None) -> None:
@@ -187,7 +187,17 @@ def stored_row_scale(scale: Tensor, quant: Quant, rows: int, k: int, experts: in
         entries("a_scale", scale, rows * groups)
 
 
-def quantized_weight(
+def expert_weight(weight: AnyWeight) -> ExpertWeight:
+    """The weight that an operator's list of fields describes."""
+    if not 0 < len(weight) <= len(ExpertWeight._fields):
+        names = ", ".join(ExpertWeight._fields)
+        raise ValueError(f"weight must be [{names}], got {len(weight)} entries")
+    if weight[0] is None:
+        raise ValueError("weight[0] must be the stored values, got None")
+    return ExpertWeight(*weight)
+
+
+def weight_parts(
     scheme: str,
     shape: tuple[int, int, int],
     w: Tensor,
@@ -195,20 +205,26 @@ def quantized_weight(
     global_scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> None:
-    """Check the tensors of a quantized weight with ``(E, N, K)`` numbers, in either form."""
+    """Check the tensors of a weight with ``(E, N, K)`` numbers, in either form.
+
+    A weight that the scheme does not quantize is one tensor alone.
+    """
     known = get_scheme(scheme)
     quant = known.weight
-    if quant is None:
-        raise ValueError(f"scheme must quantize weights, got {scheme!r}")
     for name, value, needed in (
-        ("w_scale", scale, True),
-        ("w_zero_point", zero_point, quant.zero_point),
-        ("w_global_scale", global_scale, quant.global_scale),
+        ("w_scale", scale, quant is not None),
+        ("w_zero_point", zero_point, quant is not None and quant.zero_point),
+        ("w_global_scale", global_scale, quant is not None and quant.global_scale),
     ):
         if (value is not None) != needed:
             rule = "be a Tensor" if needed else "be None"
             got = "None" if value is None else "a Tensor"
             raise ValueError(f"{name} must {rule} for scheme {scheme}, got {got}")
+    if quant is None:
+        return
+    packed = is_packed(w)
+    if w.dtype != quant.dtype and not packed:
+        raise TypeError(f"w must have dtype {quant.dtype} for scheme {scheme}, got {w.dtype}")
     experts, n, k = shape
     if not (type(experts) is int and type(n) is int and type(k) is int):
         return
@@ -216,7 +232,7 @@ def quantized_weight(
     _of_experts("w_scale", scale, experts, *counts)
     _of_experts("w_global_scale", global_scale, experts, experts, 2 * experts, experts * n)
     _of_experts("w_zero_point", zero_point, experts, zero_points)
-    if is_packed(w):
+    if packed:
         check_packed("w", w, known, n, k)
         if quant.local:
             _groups_first("w_scale", scale, quant.weight_scale_shape(experts, n, k))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,7 +110,11 @@ class Rows(NamedTuple):
 
 
 class ExpertWeight(NamedTuple):
-    """One weight of a layer with its bias, scales and zero points."""
+    """One weight of a layer with its bias, scales and zero points.
+
+    Operators take the fields as a list, ``weight``, in this order. Later fields are appended and
+    have a default, so that shorter lists stay valid. E is the number of experts of the scales.
+    """
 
     data: Tensor
     """``(El, N, K)``, or as its scheme packs it."""
@@ -118,6 +122,10 @@ class ExpertWeight(NamedTuple):
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
+
+
+AnyWeight = Sequence[Any]
+"""An `ExpertWeight`, or the list of its fields that operators take: tensors and None."""
 
 
 class ExpertWeights(NamedTuple):

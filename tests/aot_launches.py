@@ -6,11 +6,12 @@ import aot
 import operator_samples
 import torch
 from plans import row_tile
+from products import plain_product, scaled_product, stored_product, stored_sum
 from token_layers import Layer
 
 from moe_ops import fake_impls
 from moe_ops.dispatch.device import Device
-from moe_ops.kernels import align, expert_gemm, scaled_gemm, topk_align, weight_only_gemm
+from moe_ops.kernels import align, expert_product, topk_align
 from moe_ops.ops import STAGES
 from moe_ops.scheme import get_scheme
 from moe_ops.scheme.packed import groups_first
@@ -50,9 +51,9 @@ def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=F
         x, w1 = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, hidden, dtype=dtype)
         with row_tile(tile):
             tiles = slot_plan(ids, experts, "unquantized", dtype)
-            h = expert_gemm.expert_matmul(x, w1, bias, None, tiles, 1, activation_key, True)
+            h = plain_product(expert_product, x, w1, bias, None, tiles, 1, activation_key, True)
             w2 = empty(experts, hidden, h.shape[1], dtype=dtype)
-            expert_gemm.expert_matmul(h, w2, None, None, tiles, 1, "", True)
+            plain_product(expert_product, h, w2, None, None, tiles, 1, "", True)
 
     return launch
 
@@ -117,12 +118,14 @@ def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias, con
             tiles = slot_plan(ids, EXPERTS, scheme)
             if weight is None:
                 rest = (tiles, TOP_K, activation, True)
-                expert_gemm.expert_matmul(*first, None, *rest, config=config)
-                expert_gemm.expert_matmul(*second, None, tiles, 1, "", True, config=config)
+                plain_product(expert_product, *first, None, *rest, config=config)
+                plain_product(expert_product, *second, None, tiles, 1, "", True, config=config)
             else:
                 rest = (scheme, torch.bfloat16)
-                scaled_gemm.scaled_matmul(*first, tiles, TOP_K, *rest, activation, config=config)
-                scaled_gemm.scaled_matmul(*second, tiles, 1, *rest, config=config)
+                scaled_product(
+                    expert_product, *first, tiles, TOP_K, *rest, activation, config=config
+                )
+                scaled_product(expert_product, *second, tiles, 1, *rest, config=config)
 
     return launch
 
@@ -138,7 +141,7 @@ def launch_unquantized(scheme):
         given = empty(1, dtype=torch.float32) if "static" in scheme else None
         with row_tile(64, portable_only=False):
             rest = (slot_plan(ids, 64, scheme), 4, scheme, torch.bfloat16)
-            scaled_gemm.scaled_matmul(empty(4096, 2048), given, w, w_scale, None, None, *rest)
+            scaled_product(expert_product, empty(4096, 2048), given, w, w_scale, None, None, *rest)
 
     return launch
 
@@ -162,8 +165,8 @@ def launch_packed_layer(scheme, tile, activation, hidden, width, dtype=torch.bfl
         x, b1, b2 = empty(slots, hidden, dtype=dtype), empty(experts, rows), empty(experts, hidden)
         with row_tile(tile, H200, portable_only=False):
             tiles = given_plan(ids, experts, scheme, dtype)
-            h = weight_only_gemm.weight_only_matmul(x, *w1, b1, None, tiles, 1, scheme, activation)
-            weight_only_gemm.weight_only_matmul(h, *w2, b2, None, tiles, 1, scheme)
+            h = stored_product(expert_product, x, *w1, b1, None, tiles, 1, scheme, activation)
+            stored_product(expert_product, h, *w2, b2, None, tiles, 1, scheme)
 
     return launch
 
@@ -174,7 +177,7 @@ def launch_samples(names):
 
     def launch(empty):
         def moved(x):
-            if isinstance(x, list):
+            if isinstance(x, (list, tuple)):
                 return [moved(value) for value in x]
             return empty(*x.shape, dtype=x.dtype) if torch.is_tensor(x) else x
 
@@ -215,11 +218,11 @@ def launch_packed(empty, tile):
     with row_tile(tile, Device(90, 232448, 132), portable_only=False):
         tiles = given_plan(ids, 64, scheme)
         x = empty(slots, 128)
-        weight_only_gemm.weight_only_matmul(x, w, scale, *[None] * 4, tiles, 1, scheme)
+        stored_product(expert_product, x, w, scale, *[None] * 4, tiles, 1, scheme)
     weights, ids = empty(1, 4, dtype=torch.float32), empty(1, 4, dtype=torch.int32)
     stored, tiles = (w, scale, None, None, None), [None, ids, None]
-    weight_only_gemm.weight_only_matmul(empty(1, 128), *stored, None, tiles, 4, scheme)
-    weight_only_gemm.weight_only_sum(empty(4, 128), *stored, weights, tiles, scheme)
+    stored_product(expert_product, empty(1, 128), *stored, None, tiles, 4, scheme)
+    stored_sum(expert_product, empty(4, 128), *stored, weights, tiles, scheme)
 
 
 def launch_one_token(empty):
@@ -228,7 +231,7 @@ def launch_one_token(empty):
     w_scale = empty(64, 512, 1, dtype=torch.float32)
     tiles = [empty(0, dtype=torch.int32), empty(1, 4, dtype=torch.int32), None]
     how = (tiles, 4, "fp8_channel", torch.bfloat16)
-    scaled_gemm.scaled_matmul(empty(1, 2048), None, w, w_scale, None, None, *how)
+    scaled_product(expert_product, empty(1, 2048), None, w, w_scale, None, None, *how)
 
 
 def launch_early(empty):

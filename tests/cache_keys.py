@@ -19,18 +19,12 @@ from unittest import mock
 
 import torch
 from aot import compiling
+from products import plain_product, scaled_product, stored_product
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITCallable, JITFunction
 
 import moe_ops.kernels
-from moe_ops.kernels import (
-    align,
-    expert_gemm,
-    permute,
-    scaled_gemm,
-    weight_and_reduce,
-    weight_only_gemm,
-)
+from moe_ops.kernels import align, expert_product, permute, weight_and_reduce
 from moe_ops.kernels._runtime.cache_keys import compute_cache_key
 
 
@@ -46,10 +40,12 @@ def use_weights() -> None:
     ids, w = empty(1, 2, dtype=torch.int32), empty(4, 64, 64, dtype=torch.uint8)
     scale = empty(4, 64, 4, dtype=torch.uint8)
     rest = (None, None, [None, ids, None], 2)
-    weight_only_gemm.weight_only_matmul(empty(1, 128), w, scale, None, None, *rest, "mxfp4_w4a16")
+    stored_product(expert_product, empty(1, 128), w, scale, None, None, *rest, "mxfp4_w4a16")
     rows, row_scale = empty(2, 128, dtype=torch.float8_e4m3fn), empty(2, 4, dtype=torch.uint8)
     rest = (None, [None, ids, None], 1)
-    scaled_gemm.scaled_matmul(rows, row_scale, w, scale, None, *rest, "mxfp4_mxfp8", torch.bfloat16)
+    scaled_product(
+        expert_product, rows, row_scale, w, scale, None, *rest, "mxfp4_mxfp8", torch.bfloat16
+    )
 
 
 def use_plan() -> None:
@@ -57,7 +53,7 @@ def use_plan() -> None:
     ids = empty(64, 2, dtype=torch.int32)
     plan = align.plan_slots(ids, None, 4, "unquantized", torch.bfloat16)
     rest = (None, None, [plan, ids, None])
-    expert_gemm.expert_matmul(empty(64, 64), empty(4, 64, 64), *rest, 2)
+    plain_product(expert_product, empty(64, 64), empty(4, 64, 64), *rest, 2)
     weight_and_reduce.moe_fused_mul_sum(empty(64, 2, 64), empty(64, 2), ids, None, None, 4)
 
 

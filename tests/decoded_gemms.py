@@ -4,10 +4,11 @@ import plans
 import torch
 from gemm_rows import exact_rows
 from plans import planned, row_tile
+from products import scaled_product
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
-from moe_ops.reference import scaled_gemm as reference
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows
 from moe_ops.tensors import Tiles
@@ -49,9 +50,9 @@ def check_decoded(problem, scheme, device, activation=None, halves=False, tile=N
         exact = exact.activated(formula(activation))
     with row_tile(tile, portable_only=False):
         plan = planned(on(ids), on(expert_map), local, scheme)
-        actual = ops.scaled_matmul(rows, scale, *map(on, head), [*plan], *tail)
+        actual = scaled_product(ops, rows, scale, *map(on, head), [*plan], *tail)
         there = (rows.cpu(), scale.cpu(), *head, plans.on(plan, "cpu"), *tail)
-        expected = reference.scaled_matmul(*there)
+        expected = scaled_product(reference, *there)
     mine = local_experts(ids, expert_map, local) >= 0
     exact = exact.rounded(x.dtype)
     assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])
@@ -69,9 +70,9 @@ def check_one_scale_for_each_expert(device):
     plan = Tiles(ops.plan_batched(counts, count, "mxfp4_w4a8"))
     weight, tail = (q.data, q.scale, None, None), (1, "mxfp4_w4a8", x.dtype)
     call = (a.flatten(0, 1), scale.flatten(0, 1), *weight)
-    y = ops.scaled_matmul(*(None if t is None else t.to(device) for t in call), [*plan], *tail)
+    y = scaled_product(ops, *(None if t is None else t.to(device) for t in call), [*plan], *tail)
     call = (None if t is None else t.cpu() for t in call)
-    reference_y = reference.scaled_matmul(*call, plans.on(plan, "cpu"), *tail)
+    reference_y = scaled_product(reference, *call, plans.on(plan, "cpu"), *tail)
     rows = Bounded.exactly((a.cpu().double() * scale.cpu()).flatten(0, 1))
     expert = torch.arange(local).repeat_interleave(count)
     exact = rows.products(dequantize_weight(q, quant), expert).rounded(x.dtype)

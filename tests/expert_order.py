@@ -1,6 +1,7 @@
 """Two expert GEMMs, with the rows between them by slot and in expert order."""
 
 import torch
+from products import plain_product
 
 from moe_ops import ops
 from moe_ops.reference.slots import local_experts
@@ -27,13 +28,13 @@ def check_both_orders(first, second, plan, k, activation, at, invariant=False):
     """Rows between two products by slot, and by expert: ``at`` says where they are."""
     (slots, rows), (w2, *rest) = at, second
     one, two = (
-        ops.expert_matmul(*first, [*plan], k, activation, ordered, invariant)
+        plain_product(ops, *first, [*plan], k, activation, ordered, invariant)
         for ordered in (False, True)
     )
     assert one.shape == two.shape and torch.equal(one[slots], two[rows])
     h, count = one[slots], len(one)
     one, two = (
-        ops.expert_matmul(poisoned(h, at, count), w2, *rest, [*plan], 1, "", at is rows, invariant)
+        plain_product(ops, poisoned(h, at, count), w2, *rest, [*plan], 1, "", at is rows, invariant)
         for at in (slots, rows)
     )
     assert one[slots].isfinite().all() and torch.equal(one[slots], two[slots])

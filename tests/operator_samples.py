@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 from plans import planned
+from products import plain_product, weight_of
 from sum_calls import sum_samples
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from windows_here import Ranks, alone
@@ -30,9 +31,9 @@ def samples(device):
     x, w1, w2, weights, ids, _, b1, b2 = inputs
     plan = planned(ids, None, E)
     direct, order = plan._replace(topk_ids=ids), ops.moe_permutation(ids, None, E)
-    h = ops.expert_matmul(x, w1, b1, None, [*plan], K, "silu")
+    h = plain_product(ops, x, w1, b1, None, [*plan], K, "silu")
     rows = ops.gather_rows(x, order[2], order[0], K)
-    y = ops.expert_matmul(h, w2, b2, None, [*plan], 1).view(5, K, H)
+    y = plain_product(ops, h, w2, b2, None, [*plan], 1).view(5, K, H)
     expert_map, columns = MAP.to(device), torch.rand(E, H, device=device).argsort(1).to(I32)
     valid, many = torch.tensor([4], dtype=I32, device=device), ids.repeat(3, 1)
     return {
@@ -52,21 +53,19 @@ def samples(device):
         "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
         "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
-        "expert_matmul": [
-            (h, w2, b2, None, [*plan], 1, "", True),
-            (x, w1, None, weights, [*direct], K),
-            (x.t().contiguous().t(), w1, None, None, [*plan], K),
-            (x, w1, b1, weights, [*plan], K, "silu", True),
-            (x, w1, None, None, [*direct], K, "swigluoai"),
-            (x, w1, None, None, [*plan], K, "gelu_no_mul"),
+        "expert_product": [
+            *plain_samples((x, h), (w1, w2), (b1, b2), weights, plan, direct),
+            *scaled_samples(x, w1, b1, plan),
+            *decoded_samples(x, w1, b1, plan),
+            *stored_samples(x, w1, b1, weights, plan),
         ],
-        "expert_matmul_add": [
-            (h, w2, None, [*plan], 1),
-            (x, w1, weights, [*direct], K),
-            (x.t().contiguous().t(), w1.mT.contiguous().mT, weights, [*plan], K),
+        "expert_product.out": [
+            (h, [w2], None, [*plan], 1),
+            (x, [w1], weights, [*direct], K),
+            (x.t().contiguous().t(), [w1.mT.contiguous().mT], weights, [*plan], K),
         ],
-        "scaled_matmul": scaled_samples(x, w1, b1, plan) + decoded_samples(x, w1, b1, plan),
-        **weight_only_samples(x, w1, b1, weights, ids, plan),
+        "expert_product_sum": sum_samples(device) + stored_sum_samples(x, w1, b1, weights, direct),
+        "expert_dgrad": dgrad_samples(x, w1, plan),
         **quantized_samples(x, h, weights, ids),
         **batched_samples(x, weights, ids),
         **window_samples(x, weights, ids),
@@ -78,8 +77,21 @@ def samples(device):
             (y.flatten(0, 1), weights, ids, None, None, E),
         ],
         "moe_fused_mul_sum.out": [(y, weights, None, None, None, E)],
-        "gemm_sum": sum_samples(device),
     }  # fmt: skip
+
+
+def plain_samples(rows, w, bias, weights, plan, direct):
+    """Rows of tokens and of slots, by slot and permuted, with and without a plan."""
+    (x, h), (w1, w2), (b1, b2) = rows, w, bias
+    plain = ("unquantized", torch.float32)
+    return [
+        (h, None, [w2, b2], None, [*plan], 1, *plain, "", True),
+        (x, None, [w1], weights, [*direct], K, *plain),
+        (x.t().contiguous().t(), None, [w1], None, [*plan], K, *plain),
+        (x, None, [w1, b1], weights, [*plan], K, *plain, "silu", True),
+        (x, None, [w1], None, [*direct], K, *plain, "swigluoai"),
+        (x, None, [w1], None, [*plan], K, *plain, "gelu_no_mul"),
+    ]
 
 
 def routing_samples(x, weights, ids):
@@ -152,9 +164,9 @@ def scaled_samples(x, w1, b1, plan):
     channel, block = (quantize_weight(w1, f"int8_{groups}") for groups in ("channel", "block16x32"))
     rows = (x * 8).round().clamp(-127, 127).to(torch.int8)
     scale, sizes = torch.full((len(x), 1), 0.125, device=x.device), ([*plan], K)
-    whole = (rows, scale, *channel[:2], None, b1, *sizes, "int8_channel", torch.float32)
+    whole = (rows, scale, weight_of(channel, b1), None, *sizes, "int8_channel", torch.float32)
     groups = torch.full((len(x), 1), 0.25, device=x.device)
-    blocks = (rows, groups, *block[:2], None, None, *sizes, "int8_block16x32", torch.float32)
+    blocks = (rows, groups, weight_of(block), None, *sizes, "int8_block16x32", torch.float32)
     names, calls = ("silu", "swigluoai", "gelu_no_mul"), (whole, blocks, (x, None, *whole[2:]))
     return [*calls, *[(*call, name) for call in calls for name in names]]  # of the last: plain rows
 
@@ -242,35 +254,45 @@ def batched_window_samples(x, weights, ids):
     ]
 
 
-def weight_only_samples(x, w1, b1, weights, ids, plan):
-    """A scale a row, and groups with zero points; with and without a gate."""
-    channel, groups = (quantize_weight(w1, s) for s in ("int8_w8a16", "int4_w4a16_g16_zp"))
-    sizes = ([*plan], K)
-    whole = (x, *channel, b1, weights, *sizes, "int8_w8a16")
-    pieces = (x, *groups, None, None, *sizes, "int4_w4a16_g16_zp")
+def stored_weights(w1):
+    """Weights that alone are quantized: with a scale a row, and groups with zero points."""
+    return [(quantize_weight(w1, s), s) for s in ("int8_w8a16", "int4_w4a16_g16_zp")]
+
+
+def stored_samples(x, w1, b1, weights, plan):
+    """With and without a gate."""
+    (channel, one), (groups, two) = stored_weights(w1)
+    calls = (
+        (x, None, weight_of(channel, b1), weights, [*plan], K, one, torch.float32),
+        (x, None, weight_of(groups), None, [*plan], K, two, torch.float32),
+    )
     names = ("silu", "swigluoai", "gelu_no_mul")
-    calls = (whole, pieces)
-    gate_up = torch.cat([x, x + 1], 1)[:, : w1.shape[1]].contiguous()
-    packed = pack_weight(quantize_weight(w1.repeat(1, 2, 2), "int8_w8a16"), "int8_w8a16")
-    h, direct = x.repeat_interleave(K, 0), plan._replace(topk_ids=ids)
-    sums = [
-        (h, *channel, b1, weights, [*direct], "int8_w8a16"),
-        (h, *groups, None, None, [*direct], "int4_w4a16_g16_zp"),
+    return [*calls, *[(*call, name) for call in calls for name in names]]
+
+
+def stored_sum_samples(x, w1, b1, weights, direct):
+    (channel, one), (groups, two) = stored_weights(w1)
+    h = x.repeat_interleave(K, 0)
+    return [
+        (h, None, weight_of(channel, b1), weights, [*direct], one, torch.float32),
+        (h, None, weight_of(groups), None, [*direct], two, torch.float32),
     ]
-    return {
-        "weight_only_matmul": [*calls, *[(*call, name) for call in calls for name in names]],
-        "weight_only_sum": sums,
-        "expert_dgrad": [
-            (gate_up, *channel, *sizes, "int8_w8a16"),
-            (gate_up.t().contiguous().t(), *groups, *sizes, "int4_w4a16_g16_zp"),
-            (gate_up.repeat(1, 2), *packed, *sizes, "int8_w8a16"),
-        ],
-    }
+
+
+def dgrad_samples(x, w1, plan):
+    (channel, one), (groups, two) = stored_weights(w1)
+    gate_up, sizes = torch.cat([x, x + 1], 1)[:, : w1.shape[1]].contiguous(), ([*plan], K)
+    packed = pack_weight(quantize_weight(w1.repeat(1, 2, 2), one), one)
+    return [
+        (gate_up, *channel, *sizes, one),
+        (gate_up.t().contiguous().t(), *groups, *sizes, two),
+        (gate_up.repeat(1, 2), *packed, *sizes, one),
+    ]
 
 
 def decoded_samples(x, w1, b1, plan):
     q, rows = quantize_weight(w1, "mxfp4"), ops.moe_quantize(x, *[None] * 4, 0, "fp4:1x32:e8m0")
-    call = (*rows, *q[:2], None, b1, [*plan], K, "mxfp4", torch.bfloat16)
+    call = (*rows, weight_of(q, b1), None, [*plan], K, "mxfp4", torch.bfloat16)
     return [call, (*call, "silu"), (*call, "gelu_no_mul")]
 
 
@@ -280,8 +302,8 @@ def overload(qualified):
 
 
 def keywords(qualified, arguments):
-    if qualified == "expert_matmul_add":
-        a, w, _, _, top_k, *_ = arguments
+    if qualified == "expert_product.out":
+        a, (w, *_), _, _, top_k, *_ = arguments
         return {"out": a.new_ones(len(a) * top_k, w.shape[1])}
     if not qualified.endswith(".out"):
         return {}
@@ -304,7 +326,8 @@ def symbolic_tokens(mode, env, unbacked):
 def two_slots(call):
     """A GEMM of two slots, whose ids tell its tiles: no plan is read."""
     rows, k = 2 // call["top_k"], len(call["a"])
-    cut = {name: x[:rows] for name, x in call.items() if name in ("a", "a_scale") and len(x) == k}
+    given = {name: x for name, x in call.items() if name in ("a", "a_scale") and x is not None}
+    cut = {name: x[:rows] for name, x in given.items() if len(x) == k}
     weights = {name: x[:1] for name, x in call.items() if name == "topk_weights" and x is not None}
     ids = torch.empty(1, 2, dtype=torch.int32, device=call["a"].device)
     return {**call, **cut, **weights, "tiles": [None, ids, ids.new_empty(5)]}
@@ -319,7 +342,7 @@ def called(qualified, device):
     names = [argument.name for argument in overload(qualified)._schema.arguments]
     several = [dict(zip(names, call, strict=False)) for call in cached_samples(device)[qualified]]
     if "top_k" in names and "tiles" in names:
-        several += [two_slots(several[0])]
+        several += [two_slots(c) for c in {c.get("scheme"): c for c in several[::-1]}.values()]
     for name in ("expert_num_tokens", "expert_map"):
         given = [call for call in several if call.get(name) is not None]
         several += [{**call, name: call[name].long()} for call in given[:1]]

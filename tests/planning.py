@@ -4,11 +4,13 @@ import torch
 
 from moe_ops.dispatch.operands import layer_operands, operands_of
 from moe_ops.dispatch.problem import problem_of
+from moe_ops.tensors import ExpertWeight
 
 
-def problem_of_call(operator, *, out_dtype=None, boxes=None, **given):
+def problem_of_call(operator, w, w_scale=None, *, boxes=None, **given):
     """The problem of an operator's arguments; ``boxes``: as on a GPU, which tensors are not on."""
-    problem = problem_of(operands_of(operator, given, out_dtype or given["a"].dtype))
+    weight = ExpertWeight(w, scale=w_scale)
+    problem = problem_of(operands_of(operator, {**given, "weight": weight}))
     return problem if boxes is None else problem._replace(boxes=boxes)
 
 

@@ -13,14 +13,13 @@ import torch
 from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
 from modular import EXPERTS, PREPARES, build_experts, build_prepare, fit, roundings, supported
 from plans import row_tile
+from products import scaled_product, stored_product, stored_sum
 from sanitize_operators import BF16, F16, F32, Case, assert_near, operator_cases, some
 from torch import Tensor
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.reference import align, quantize
-from moe_ops.reference import scaled_gemm as scaled_reference
-from moe_ops.reference import weight_only_gemm as weight_only_reference
+from moe_ops.reference import align, expert_product, quantize
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import QTensor, dequantize_weight, get_scheme, pack_weight, quantize_weight
 from moe_ops.testing import (
@@ -205,12 +204,12 @@ def packing_case(scheme: str, tile: int) -> Case:
         exact = exact_scaled_rows(product, w, w_scale, None, expert, scheme)
         exact = activated(exact, "silu").rounded(BF16)
         with row_tile(tile):
-            expected = scaled_reference.scaled_matmul(*rows, *operands[2:], *tail)
+            expected = scaled_product(expert_product, *rows, *operands[2:], *tail)
         assert_matches_reference(actual, exact, expected)
 
     def run(operands: Any) -> Tensor:
         with row_tile(tile, portable_only=False):
-            return ops.scaled_matmul(*operands, *tail)
+            return scaled_product(ops, *operands, *tail)
 
     return Case(f"gemm/quantized-as-packed/{scheme}/{tile}", inputs, run, check)
 
@@ -236,14 +235,14 @@ def packed_case(scheme: str, tile: int | None) -> Case:
         w = dequantize_weight(QTensor(*stored), scheme)
         exact = exact_rows(x, w, bias, weights, ids, problem.top_k, None, BF16)
         with row_tile(tile):
-            expected = weight_only_reference.weight_only_matmul(*operands, *tail)
+            expected = stored_product(expert_product, *operands, *tail)
         exact = activated(exact, "silu").rounded(BF16)
         mine = local_experts(ids, None, problem.num_experts) >= 0
         assert_matches_reference(actual[mine], exact[mine], expected[mine])
 
     def run(operands: Any) -> Tensor:
         with row_tile(tile, portable_only=False):
-            return ops.weight_only_matmul(*operands, *tail)
+            return stored_product(ops, *operands, *tail)
 
     return Case(f"gemm/packed-weight/{scheme}/{tile}", inputs, run, check)
 
@@ -267,14 +266,14 @@ def packed_under_fp8_case(scheme: str, tile: int) -> Case:
         product = numbers(*rows, scheme, 1)
         exact = exact_rows(product, w, bias, None, ids, problem.top_k)
         with row_tile(tile):
-            expected = scaled_reference.scaled_matmul(*operands, *tail)
+            expected = scaled_product(expert_product, *operands, *tail)
         exact = activated(exact, "silu").rounded(BF16)
         mine = local_experts(ids, None, problem.num_experts) >= 0
         assert_matches_reference(actual[mine], exact[mine], expected[mine])
 
     def run(operands: Any) -> Tensor:
         with row_tile(tile, portable_only=False):
-            return ops.scaled_matmul(*operands, *tail)
+            return scaled_product(ops, *operands, *tail)
 
     return Case(f"gemm/packed-weight/{scheme}/{tile}", inputs, run, check)
 
@@ -295,11 +294,11 @@ def packed_sum_case(scheme: str, top_k: int) -> Case:
         w = dequantize_weight(QTensor(*stored), scheme)
         exact = exact_rows(x, w, bias, None, ids, 1, None, BF16).rounded(BF16)
         exact = exact.unflatten(1, top_k).weighted_sum(weights.double()).rounded(BF16)
-        expected = weight_only_reference.weight_only_sum(*operands)
+        expected = stored_sum(expert_product, *operands)
         assert_matches_reference(actual, exact, expected)
 
     def run(operands: Any) -> Tensor:
-        return ops.weight_only_sum(*operands)
+        return stored_sum(ops, *operands)
 
     return Case(f"gemm/packed-weight-sum/{scheme}/{top_k}", inputs, run, check)
 

@@ -1,4 +1,4 @@
-"""Calls of `ops.gemm_sum`, and the two operators that it stands for."""
+"""Calls of `ops.expert_product_sum`, and the two operators that it stands for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import local_experts, planned_rows
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.scheme.weights import spread
-from moe_ops.tensors import Routing
+from moe_ops.tensors import ExpertWeight, Routing
 from moe_ops.testing import Bounded
 
 
@@ -57,20 +57,17 @@ class SumProblem(NamedTuple):
 
 
 class SumCall(NamedTuple):
-    """The arguments of `ops.gemm_sum`, in its order."""
+    """The arguments of `ops.expert_product_sum`, in its order."""
 
     a: Tensor
     a_scale: Tensor | None
-    w: Tensor
-    w_scale: Tensor | None
-    bias: Tensor | None
+    weight: ExpertWeight
     topk_weights: Tensor | None
     tiles: list[Tensor | None]
     scheme: str
-    out_dtype: torch.dtype | None
+    out_dtype: torch.dtype
     expert_order: bool = False
     batch_invariant: bool = False
-    w_global_scale: Tensor | None = None
 
     @property
     def used(self) -> Tensor:
@@ -88,7 +85,7 @@ class SumCall(NamedTuple):
     @property
     def experts(self) -> Tensor:
         """The local expert of each slot."""
-        return local_experts(*self.tiles[1:], self.w.shape[0])
+        return local_experts(*self.tiles[1:], len(self.weight[0]))
 
 
 def routed(p: SumProblem, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
@@ -124,43 +121,39 @@ def sum_call(p: SumProblem, device: str = "cpu", seed: int = 0) -> SumCall:
         a, a_scale = ops.moe_quantize(a, None, None, *slots, scheme.activation.key)
     layer = (p.experts, scheme, p.dtype, p.invariant)
     space = SlotRows.of(Routing(weights, ids, expert_map), *layer)
-    how = (weights if p.weighted else None, [*space.tiles], p.scheme)
-    dtype = None if w_scale is None else p.dtype
-    flags = (p.expert_order, p.invariant)
-    return SumCall(a, a_scale, w, w_scale, bias, *how, dtype, *flags)
+    how = (weights if p.weighted else None, [*space.tiles], p.scheme, p.dtype)
+    return SumCall(a, a_scale, ExpertWeight(w, bias, w_scale), *how, p.expert_order, p.invariant)
 
 
 def apart(call: SumCall, operators: Any = ops) -> Tensor:
-    """The GEMM of the scheme, then the sum."""
-    where, flags = (call.tiles, 1), (call.expert_order, call.batch_invariant)
-    if call.w_scale is None:
-        y = operators.expert_matmul(call.a, call.w, call.bias, None, *where, "", *flags)
-    else:
-        rest = (call.scheme, call.out_dtype, "", call.batch_invariant)
-        y = operators.scaled_matmul(*call[:4], None, call.bias, *where, *rest)
-    skipping = (*call.tiles[1:], None, call.w.shape[0])
+    """The GEMM, then the sum."""
+    how = (call.scheme, call.out_dtype, "", call.expert_order, call.batch_invariant)
+    y = operators.expert_product(*call[:3], None, call.tiles, 1, *how)
+    skipping = (*call.tiles[1:], None, len(call.weight[0]))
     return operators.moe_fused_mul_sum(y, call.topk_weights, *skipping)
 
 
 def exact(call: SumCall) -> Bounded:
     """The result in float64, of the numbers that are multiplied; on the CPU."""
     call = SumCall(*(x.cpu() if isinstance(x, Tensor) else x for x in call))
-    call = call._replace(tiles=[None if x is None else x.cpu() for x in call.tiles])
-    expert = call.experts
-    w, dtype = call.w.double(), call.out_dtype or call.a.dtype
-    if call.w_scale is not None:
-        w *= spread(call.w_scale.double(), get_scheme(call.scheme).weight, *w.shape[1:])
+    call, weight = (
+        call._replace(tiles=[None if x is None else x.cpu() for x in call.tiles]),
+        ExpertWeight(*(None if x is None else x.cpu() for x in call.weight)),
+    )
+    expert, w = call.experts, weight.data.double()
+    if weight.scale is not None:
+        w *= spread(weight.scale.double(), get_scheme(call.scheme).weight, *w.shape[1:])
     y = Bounded.exactly(_rows(call)).products(w, expert)
-    y = y if call.bias is None else y.plus(call.bias[expert])
+    y = y if weight.bias is None else y.plus(weight.bias[expert])
     weights = call.used.double()
     weights = weights if call.topk_weights is None else weights * call.topk_weights.double()
-    y = y.rounded(dtype).unflatten(*call.topk_ids.shape)
-    return y.weighted_sum(weights).rounded(dtype)
+    y = y.rounded(call.out_dtype).unflatten(*call.topk_ids.shape)
+    return y.weighted_sum(weights).rounded(call.out_dtype)
 
 
 def _rows(call: SumCall) -> Tensor:
     """Numbers of the rows of slots in float64, by slot."""
-    quant, num_experts = get_scheme(call.scheme).activation, call.w.shape[0]
+    quant, num_experts = get_scheme(call.scheme).activation, len(call.weight[0])
     if quant is None:
         rows = call.a.double()
         if call.expert_order:

@@ -3,13 +3,14 @@
 from contextlib import contextmanager
 
 import torch
+from products import plain_product, scaled_product
 
 from moe_ops.activation import formula
 from moe_ops.dispatch.early import EARLY
-from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm
+from moe_ops.kernels import expert_product
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import get_scheme
-from moe_ops.tensors import Routing
+from moe_ops.tensors import ExpertWeight, Routing
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -56,20 +57,21 @@ class Layer:
         a, a_scale, w, w_scale, bias = self.operands(self.tokens, n, self.hidden, has_bias)
         if w_scale is None:
             rest = (self.top_k, activation, True, self.invariant)
-            expert_gemm.expert_matmul(a, w, bias, None, self.tiles, *rest)
+            plain_product(expert_product, a, w, bias, None, self.tiles, *rest)
         else:
             rest = (self.top_k, self.scheme.name, self.dtype, activation, self.invariant)
-            scaled_gemm.scaled_matmul(a, a_scale, w, w_scale, None, bias, self.tiles, *rest)
+            scaled_product(expert_product, a, a_scale, w, w_scale, None, bias, self.tiles, *rest)
 
     def sum(self, has_bias=False, weighted=True, early=False):
         """GEMM 2, with the sum."""
         with promised(early):
-            gemm_sum.gemm_sum(*self.sum_arguments(has_bias, weighted))
+            expert_product.expert_product_sum(*self.sum_arguments(has_bias, weighted))
 
     def sum_arguments(self, has_bias=False, weighted=True):
         """Of its launcher."""
         slots = self.tokens * self.top_k
-        operands = self.operands(slots, self.hidden, self.width, has_bias)
-        rest = (self.weights if weighted else None, self.tiles, self.scheme.name)
-        dense = self.scheme.weight is None
-        return *operands, *rest, None if dense else self.dtype, dense, self.invariant
+        a, a_scale, w, w_scale, bias = self.operands(slots, self.hidden, self.width, has_bias)
+        weights = self.weights if weighted else None
+        flags = (self.scheme.weight is None, self.invariant)
+        how = (weights, self.tiles, self.scheme.name, self.dtype, *flags)
+        return a, a_scale, ExpertWeight(w, bias, w_scale), *how

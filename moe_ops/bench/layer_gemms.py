@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.ops import STAGES
-from moe_ops.pipeline.gemms import gemm_call, quantized
+from moe_ops.pipeline.gemms import quantized
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import Scheme, is_packed
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows, Tiles
@@ -49,14 +48,12 @@ class LayerGemms:
     ) -> Tensor:
         """Run GEMM 1 or 2 with the tiles of its plan, or the launcher with given ones."""
         weight, (top_k, activation) = self._weight(which)[0], self._how(which)
-        operator, arguments = gemm_call(
-            rows, weight, space, top_k, self.scheme, torch.bfloat16, activation
-        )
+        how = ([*space.tiles], top_k, self.scheme.key, torch.bfloat16, activation)
+        arguments = (rows.data, rows.scale, [*weight], None, *how)
         if config is None:
-            return operator(*arguments)
-        name = operator.name().split("::")[1]
-        launcher = getattr(import_module(f"moe_ops.kernels.{STAGES[name]}"), name)
-        return launcher(*arguments, config=config)
+            return ops.expert_product(*arguments)
+        launchers = import_module("moe_ops.kernels.expert_product")  # needs Triton
+        return launchers.expert_product(*arguments, config=config)
 
     def _weight(self, which: int) -> tuple[ExpertWeight, Tensor | None]:
         """The weight of GEMM 1 or 2, and the given scale of its rows."""

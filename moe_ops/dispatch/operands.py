@@ -17,17 +17,14 @@ from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import TileRule
 from moe_ops.scheme import UNQUANTIZED, Quant, Scheme
 from moe_ops.scheme.packed import PACKED_DTYPE, groups_first
-from moe_ops.tensors import TensorSpec
+from moe_ops.tensors import ExpertWeight, TensorSpec
 
-SETTINGS = {
-    "expert_matmul": ("top_k", "activation", "expert_order", "batch_invariant"),
-    "expert_matmul_add": ("top_k", "batch_invariant"),
-    "scaled_matmul": ("top_k", "scheme", "out_dtype", "activation", "batch_invariant"),
-    "weight_only_matmul": ("top_k", "scheme", "activation", "batch_invariant"),
-    "gemm_sum": ("scheme", "out_dtype", "expert_order", "batch_invariant"),
-    "weight_only_sum": ("scheme", "batch_invariant"),
-}
-"""Arguments of the expert GEMMs that are not tensors, by operator, in the order of the schema."""
+GEMMS = ("expert_product", "expert_product.out", "expert_product_sum")
+"""The operators that are expert GEMMs of a layer's weights."""
+SETTINGS = (
+    "top_k", "scheme", "out_dtype", "activation", "expert_order", "batch_invariant",
+)  # fmt: skip
+"""The arguments of expert GEMMs that are not tensors; an operator may lack some."""
 
 
 class OperandSpecs(NamedTuple):
@@ -63,35 +60,34 @@ class OperandSpecs(NamedTuple):
     """Whether Gluon kernels can run: there is no interpreter for Gluon in Triton."""
 
 
-def operands_of(operator: str, given: Mapping[str, Any], out_dtype: torch.dtype) -> OperandSpecs:
+def operands_of(operator: str, given: Mapping[str, Any]) -> OperandSpecs:
     """The operands of an operator's call.
 
     Args:
-        operator: a key of `SETTINGS`.
+        operator: one of `GEMMS`.
         given: arguments by their names in the schema; those that have defaults may be missing.
-        out_dtype: dtype of the result.
     """
-    a, w, tiles = given["a"], given["w"], given["tiles"]
+    a, weight, tiles = given["a"], ExpertWeight(*given["weight"]), given["tiles"]
     a_scale, w_scale = (
-        None if x is None else TensorSpec.of(x) for x in map(given.get, ("a_scale", "w_scale"))
+        None if x is None else TensorSpec.of(x) for x in (given.get("a_scale"), weight.scale)
     )
-    scheme = UNQUANTIZED.key if w_scale is None else given["scheme"]
+    scheme = given.get("scheme", UNQUANTIZED.key)
     return OperandSpecs(
         TensorSpec.of(a),
         a_scale,
-        TensorSpec.of(w),
+        TensorSpec.of(weight.data),
         w_scale,
-        out_dtype,
+        given.get("out_dtype", a.dtype),
         gemm_rule(scheme, a, tiles, given.get("batch_invariant", False)),
         scheme,
         given.get("activation", ""),
         given.get("top_k", 1),
         None if tiles[1] is None else tiles[1].shape[0],
         weighted=given.get("topk_weights") is not None,
-        summed=operator.endswith("_sum"),
-        adds=operator == "expert_matmul_add",
+        summed=operator == "expert_product_sum",
+        adds=operator == "expert_product.out",
         expert_order=given.get("expert_order", False),
-        gluon=w.device.type in ("cuda", "meta"),
+        gluon=weight.data.device.type in ("cuda", "meta"),
     )
 
 

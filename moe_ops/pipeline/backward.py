@@ -368,8 +368,8 @@ class _Backward(NamedTuple):
         scheme, where = self.settings.scheme, ([*self.space.tiles], top_k)
         invariant = self.space.batch_invariant
         if scheme.weight is None:
-            turned = w.transpose(1, 2)
-            through = ops.expert_matmul(rows, turned, None, None, *where, batch_invariant=invariant)
+            how = (*where, scheme.key, rows.dtype, "", False, invariant)
+            through = ops.expert_product(rows, None, [w.transpose(1, 2)], None, *how)
         else:
             through = ops.expert_dgrad(rows, w, *scales, *where, scheme.key, invariant)
         a, b = adapter

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,39 +153,9 @@ def gemm(
     The result is rounded to ``dtype`` once. ``topk_weights`` (only with rows that are not
     quantized) multiply the product in float32; ``activation`` is the key of f.
     """
-    operator, arguments = gemm_call(
-        rows, weight, space, top_k, scheme, dtype, activation, topk_weights
-    )
-    return operator(*arguments)
-
-
-def gemm_call(
-    rows: Rows,
-    weight: ExpertWeight,
-    space: SlotRows | BatchedRows,
-    top_k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    activation: str = "",
-    topk_weights: Tensor | None = None,
-) -> tuple[Any, tuple[Any, ...]]:
-    """The operator that computes `gemm`, and its arguments."""
-    where, invariant = ([*space.tiles], top_k), space.batch_invariant
-    if scheme.weight is None:
-        return ops.expert_matmul, (
-            rows.data, weight.data, weight.bias, topk_weights, *where,
-            activation, space.expert_order, invariant,
-        )  # fmt: skip
-    if scheme.activation is None:
-        return ops.weight_only_matmul, (
-            rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
-            weight.bias, topk_weights, *where, scheme.key, activation, invariant,
-        )  # fmt: skip
-    return ops.scaled_matmul, (
-        rows.data, rows.scale, weight.data, weight.scale,
-        weight.global_scale if scheme.decoded else None, weight.bias, *where,
-        scheme.key, dtype, activation, invariant,
-    )  # fmt: skip
+    where, in_order = ([*space.tiles], top_k), space.expert_order and scheme.weight is None
+    how = (scheme.key, dtype, activation, in_order, space.batch_invariant)
+    return ops.expert_product(rows.data, rows.scale, [*weight], topk_weights, *where, *how)
 
 
 def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
@@ -205,7 +174,7 @@ _APART: ContextVar[bool] = ContextVar("apart", default=False)
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Context manager: call the operators of `gemm_sum` as compiled graphs do."""
+    """Context manager: call the operator of `gemm_then_sum` as compiled graphs do."""
     token = _APART.set(True)
     try:
         yield
@@ -213,7 +182,7 @@ def apart() -> Iterator[None]:
         _APART.reset(token)
 
 
-def gemm_sum(
+def gemm_then_sum(
     rows: Rows,
     weight: ExpertWeight,
     space: SlotRows,
@@ -229,24 +198,13 @@ def gemm_sum(
     called. The operator is told (see `EARLY`) unless the call is traced: a compiler may run other
     kernels between the two.
     """
-    arguments: tuple[Any, ...]
-    if scheme.weight is not None and scheme.activation is None:
-        operator, arguments = ops.weight_only_sum, (
-            rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
-            weight.bias, topk_weights, [*space.tiles], scheme.key, space.batch_invariant,
-        )  # fmt: skip
-    else:
-        operator, arguments = ops.gemm_sum, (
-            rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
-            [*space.tiles], scheme.key, None if weight.scale is None else dtype,
-            space.expert_order, space.batch_invariant,
-            weight.global_scale if scheme.decoded else None,
-        )  # fmt: skip
+    where, flags = [*space.tiles], (space.expert_order, space.batch_invariant)
+    arguments = (rows.data, rows.scale, [*weight], topk_weights, where, scheme.key, dtype, *flags)
     if not early or torch.compiler.is_compiling() or _APART.get():
-        return operator(*arguments)
+        return ops.expert_product_sum(*arguments)
     token = EARLY.set(True)
     try:
-        return operator(*arguments)
+        return ops.expert_product_sum(*arguments)
     finally:
         EARLY.reset(token)
 

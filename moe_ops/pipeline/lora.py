@@ -158,8 +158,9 @@ def low_product(
     rows: Tensor, w: Tensor, space: SlotRows, top_k: int, weights: Tensor | None = None
 ) -> Tensor:
     """``weights[s] * rows[s // top_k] @ w[e].T``; rows of slots without an adapter: undefined."""
-    tiles, invariant = [*space.tiles], space.batch_invariant
-    return ops.expert_matmul(rows, w, None, weights, tiles, top_k, batch_invariant=invariant)
+    where, how = ([*space.tiles], top_k), (UNQUANTIZED.key, rows.dtype)
+    invariant = space.batch_invariant
+    return ops.expert_product(rows, None, [w], weights, *where, *how, batch_invariant=invariant)
 
 
 def add_product(
@@ -174,7 +175,7 @@ def add_product(
     The sum is that of ``total``, which is rounded already, and of the product in float32.
     """
     tiles, invariant = [*space.tiles], space.batch_invariant
-    ops.expert_matmul_add(rows, w, weights, tiles, 1, invariant, out=total)
+    ops.expert_product_out(rows, [w], weights, tiles, 1, invariant, out=total)
 
 
 def adapter_gradient(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:

@@ -6,35 +6,33 @@ from typing import Any
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.operands import SETTINGS, operands_of
+from moe_ops.dispatch.operands import GEMMS, operands_of
 from moe_ops.dispatch.problem import GemmProblem, problem_of
 
 
-def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -> tuple[int, ...]:
-    """Bytes of each tensor that an operator allocates besides ``out``; empty for most operators.
+def scratch_sizes(func: Any, given: tuple[Any, ...], device: Device) -> tuple[int, ...]:
+    """Bytes of each tensor that an operator allocates besides its result; empty for most operators.
 
     Args:
         func: any operator.
         given: its positional arguments.
-        out: its result.
         device: the GPU on which it would run.
     """
-    problem = problem_of_call(func, given, out)
+    problem = problem_of_call(func, given)
     if problem is None or problem.sizes.num_slots == 0:
         return ()
     return tuple(buffer.nbytes for buffer in plan_gemm(problem, device).scratch)
 
 
-def problem_of_call(func: Any, given: tuple[Any, ...], out: Any) -> GemmProblem | None:
+def problem_of_call(func: Any, given: tuple[Any, ...]) -> GemmProblem | None:
     """The problem that an operator's launcher plans; None if the operator is not an expert GEMM.
 
     Args:
         func: any operator.
         given: its positional arguments.
-        out: its result; None if the operator writes to an argument, which has the dtype of ``a``.
     """
-    namespace, _, name = func._schema.name.partition("::")
-    if namespace != "moe_ops" or name not in SETTINGS:
+    namespace, _, name = func.name().partition("::")
+    if namespace != "moe_ops" or name not in GEMMS:
         return None
     named = dict(zip((x.name for x in func._schema.arguments), given, strict=False))
-    return problem_of(operands_of(name, named, (named["a"] if out is None else out).dtype))
+    return problem_of(operands_of(name, named))

@@ -50,7 +50,7 @@ class PeakMemory(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
             self._hold(storage, _rounded(storage.nbytes()))
-        within = () if self.device is None else scratch_sizes(func, args, out, self.device)
+        within = () if self.device is None else scratch_sizes(func, args, self.device)
         held = sum(nbytes for _, nbytes in self._held.values())
         self.peak = max(self.peak, held + sum(map(_rounded, within)))
         return out

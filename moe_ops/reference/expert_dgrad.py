@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.grouped import Epilogue, grouped
+from moe_ops.reference.products import one_expert
 from moe_ops.reference.slots import multiply
-from moe_ops.reference.weight_only_gemm import one_expert
 from moe_ops.scheme import dequantize_weight, get_scheme
 from moe_ops.tensors import AnyTiles, QTensor
 

@@ -148,7 +148,7 @@ def test_profile_names_the_stages(device):
         parts = stage_profile.profile_call(bench_layer.moe_ops_layer(experts, inputs), layer_device)
     assert vars(ops) == before, "the operators are unwrapped again"
     named = {f"{part.stage}/{part.operator}" for part in parts if part.stage != "other"}
-    assert {part.stage for part in parts} >= {"align", "expert_gemm", "weight_and_reduce"}
+    assert {part.stage for part in parts} >= {"align", "expert_product", "weight_and_reduce"}
     assert named <= {f"{stage}/{name}" for name, stage in ops.STAGES.items()}
     assert all(part.time_us > 0 and part.kernels >= (device == "cuda") for part in parts)
     assert sum(part.share for part in parts) == pytest.approx(1)
@@ -191,15 +191,15 @@ def test_kernels_belong_to_the_range_that_launches_them():
     def call(slower):
         return [
             ("align/moe_align_block_size", "cuda_driver", 2.0 + slower),
-            ("expert_gemm/expert_gemm", "cuda_runtime", 10.0 + slower),
-            ("expert_gemm/expert_gemm", "cpu_op", 20.0),
+            ("expert_product/expert_product", "cuda_runtime", 10.0 + slower),
+            ("expert_product/expert_product", "cpu_op", 20.0),
             ("not a stage", "cuda_driver", 8.0),
         ]
 
     parts = stage_profile.parts_of(trace_of([call(50.0), call(0.0), call(0.0)]), on_gpu=True)
     assert [tuple(vars(part).values()) for part in parts] == [
         ("align", "moe_align_block_size", 1, 2.0, pytest.approx(0.05)),
-        ("expert_gemm", "expert_gemm", 2, 30.0, pytest.approx(0.75)),
+        ("expert_product", "expert_product", 2, 30.0, pytest.approx(0.75)),
         ("other", "-", 1, 8.0, pytest.approx(0.2)),
     ]
 
@@ -348,21 +348,14 @@ def test_every_operator_of_a_stage_is_timed(stage, monkeypatch, tmp_path, capsys
     assert len(rows) == len(capsys.readouterr().out.splitlines()) - 1, "a head, and no row twice"
 
 
-GEMM_SCHEMES = {
-    name: getattr(import_module(f"bench_{name}"), "SCHEMES", ("bf16",))
-    for name in ("expert_gemm", "scaled_gemm", "weight_only_gemm", "gemm_sum")
-}
-
-
-@pytest.mark.parametrize("stage", GEMM_SCHEMES)
-def test_gemms_are_timed_with_the_plans_of_the_layer(stage, monkeypatch):
+def test_gemms_are_timed_with_the_plans_of_the_layer(monkeypatch):
     """As on an H200: what a row says is what `explain` says of a layer with these sizes."""
     h200, problem = TARGETS["sm_90"], problems.find_problem("qwen3-30b")
     layer = moe_ops.FusedMoEConfig(
         problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size,
         problem.num_experts, "silu", "cuda", moe_ops.RoutingMethodType.Renormalize,
     )  # fmt: skip
-    for name in GEMM_SCHEMES[stage]:
+    for name in import_module("bench_expert_product").SCHEMES:
         experts = meta_experts(problem, name)
         packed = packs(experts.scheme, 1536, 2048)
         monkeypatch.setattr(problems, "reads_packed", lambda *_, packed=packed: packed)
@@ -371,14 +364,9 @@ def test_gemms_are_timed_with_the_plans_of_the_layer(stage, monkeypatch):
         for cost in told.costs:
             inputs = meta_inputs(problem, cost.num_tokens)
             with assumed(h200.facts):
-                cases = list(stages.Layer(problem, name, inputs).cases(stage))
+                cases = list(stages.Layer(problem, name, inputs).cases("expert_product"))
             plans = [stages.plan_of(case, h200.facts) for case in cases]
             both = [(cost.gemm1, cost.tiles_from[0]), (cost.gemm2, cost.tiles_from[1])]
-            if stage == "gemm_sum":
-                both = both[1:] if cost.num_tokens == 1 else []
-            elif len(plans) == 1:  # the second one of one token is `gemm_sum`
-                assert cost.num_tokens == 1
-                both = both[:1]
             assert [(plan.config, plan.source) for plan in plans] == both
 
 

@@ -179,10 +179,10 @@ def test_numbers_of_packed_rows():
     """K counts numbers; rows of 4 bits have two in an entry."""
     rows, w = torch.zeros(3, 32, dtype=torch.uint8), torch.zeros(2, 8, 32, dtype=torch.uint8)
     given = {"w": w, "w_scale": torch.ones(2, 8, 4), "tiles": [None] * 3}
-    problem = problem_of_call("scaled_matmul", a=rows, scheme="nvfp4", **given)
+    problem = problem_of_call("expert_product", a=rows, scheme="nvfp4", **given)
     assert problem.weight == (2, 8, 64)
     given["w"] = w[:, :, :16]
-    problem = problem_of_call("weight_only_matmul", a=rows.half(), scheme="mxfp4_w4a16", **given)
+    problem = problem_of_call("expert_product", a=rows.half(), scheme="mxfp4_w4a16", **given)
     assert problem.weight == (2, 8, 32)
 
 

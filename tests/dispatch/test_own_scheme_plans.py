@@ -11,6 +11,7 @@ from modular import layer_config
 from own_schemes import OWN, E, H, I, K, each, name_of
 from planning import problem_of_layer
 from plans import planned
+from products import weight_of
 from strategies import schemes
 from table_items import every_row
 
@@ -43,17 +44,13 @@ def test_opcheck(scheme, device):
     problem = Problem(5, 3, 2, 64, 32, scheme=scheme)
     x, w, _, _, ids, *_ = make_inputs(problem, device)
     q, tiles = quantize_weight(w, scheme), ([*planned(ids, None, 3, scheme.key)], K)
-    if scheme.activation is None:
-        operator = torch.ops.moe_ops.weight_only_matmul.default
-        arguments = (x, *q, None, None, *tiles, scheme.key, "silu")
-    else:
-        operator, one = torch.ops.moe_ops.scaled_matmul.default, torch.ones(1, device=x.device)
-        given_scale = one if scheme.activation.static else None
+    rows = x, None
+    if scheme.activation is not None:
+        given_scale = torch.ones(1, device=x.device) if scheme.activation.static else None
         rows = ops.moe_quantize(x, given_scale, None, None, None, 0, scheme.activation.key)
-        weight = (q.data, q.scale, q.global_scale, None)
-        arguments = (*rows, *weight, *tiles, scheme.key, x.dtype, "silu")
+    arguments = (*rows, weight_of(q), None, *tiles, scheme.key, x.dtype, "silu")
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operator, arguments, test_utils=tests)
+    torch.library.opcheck(ops.expert_product, arguments, test_utils=tests)
 
 
 GPUS = [name for name, target in TARGETS.items() if target.facts is not None]

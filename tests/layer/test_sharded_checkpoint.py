@@ -126,7 +126,7 @@ def check_results(parts, whole):
     g = torch.Generator().manual_seed(9)
     x, logits = torch.rand(5, H, generator=g) * 100, torch.randn(5, E, generator=g)
     for name in ("plain", "biases", "without_gate", "odd_width"):
-        for kind, part in parts.items():
+        for part in parts.values():
             expected, out = whole[name](x, logits), part[name](x, logits)
             assert bool((expected > 0).all())
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=0)

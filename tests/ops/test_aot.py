@@ -20,7 +20,7 @@ from moe_ops.kernels import (  # noqa: E402
     align,
     batched,
     eplb,
-    expert_gemm,
+    expert_product,
     permute,
     quantize,
     routing,
@@ -33,19 +33,16 @@ from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODULES = (
-    activation, align, batched, eplb, expert_gemm, permute, quantize, routing, topk_align,
+    activation, align, batched, eplb, expert_product, permute, quantize, routing, topk_align,
     weight_and_reduce,
 )  # fmt: skip
 """Stages whose kernels are compiled here."""
 ELSEWHERE = {
     "expert_dgrad": "test_gradients_aot.py",
     "expert_wgrad": "test_gradients_aot.py",
-    "gemm_sum": "test_token_gemm_aot.py",
     "routing_adjust": "test_routing_aot.py",
     "symmetric": "test_symmetric_aot.py",
     "symmetric_batched": "test_symmetric_aot.py",
-    "scaled_gemm": "test_scaled_gemm_aot.py",
-    "weight_only_gemm": "test_aot_weight_only.py",
 }
 """The other stages, and the files that compile theirs."""
 

@@ -12,8 +12,9 @@ import aot  # noqa: E402
 from aot_launches import SPILLED, given_plan, stored  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
+from products import stored_product  # noqa: E402
 
-from moe_ops.kernels import weight_only_gemm
+from moe_ops.kernels import expert_product
 from moe_ops.kernels._gemm import weight_only as weight_only_tile  # noqa: E402
 from moe_ops.scheme import SCHEMES  # noqa: E402
 
@@ -37,8 +38,8 @@ def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu")
         w2 = stored(empty, scheme, experts, hidden, width, dtype)
         with row_tile(tile):
             rest = (None, given_plan(ids, experts, scheme, dtype), 1, scheme)
-            h = weight_only_gemm.weight_only_matmul(x, *w1, bias, *rest, activation)
-            weight_only_gemm.weight_only_matmul(h, *w2, None, *rest)
+            h = stored_product(expert_product, x, *w1, bias, *rest, activation)
+            stored_product(expert_product, h, *w2, None, *rest)
 
     return launch
 

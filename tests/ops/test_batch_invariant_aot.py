@@ -11,23 +11,17 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
+from products import plain_product, scaled_product, stored_product  # noqa: E402
 
 from moe_ops.dispatch.tiles import MANY_TOKENS  # noqa: E402
-from moe_ops.kernels import (  # noqa: E402
-    align,
-    expert_gemm,
-    routing,
-    scaled_gemm,
-    topk_align,
-    weight_only_gemm,
-)
+from moe_ops.kernels import align, expert_product, routing, topk_align  # noqa: E402
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
 from moe_ops.support import ARCHITECTURES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, N, K = 4, 256, 512
-MODULES = (align, expert_gemm, routing, scaled_gemm, topk_align, weight_only_gemm)
+MODULES = (align, expert_product, routing, topk_align)
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +50,15 @@ def launch_product(empty, name, slots, direct=False):
     tiles = [plan, ids if direct else None, None]
     x = empty(slots, K)
     if scheme.weight is None:
-        return expert_gemm.expert_matmul(
-            x, empty(E, 2 * N, K), None, None, tiles, 1, "silu", False, True
+        return plain_product(
+            expert_product, x, empty(E, 2 * N, K), None, None, tiles, 1, "silu", False, True
         )
     data, scale, zero_point, factor = weight(empty, scheme)
     if scheme.activation is None:
         w = (data, scale, zero_point, factor)
-        return weight_only_gemm.weight_only_matmul(x, *w, None, None, tiles, 1, name, "silu", True)
+        return stored_product(expert_product, x, *w, None, None, tiles, 1, name, "silu", True)
     how = (*rows(empty, slots, scheme.activation), data, scale, factor)
-    return scaled_gemm.scaled_matmul(*how, None, tiles, 1, name, torch.bfloat16, "silu", True)
+    return scaled_product(expert_product, *how, None, tiles, 1, name, torch.bfloat16, "silu", True)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launches import blocks
 from plans import planned, row_tile
+from products import scaled_product
 from selections import STANDARD, layer_inputs
 from strategies import ACTIVATIONS, DTYPES
 
@@ -123,7 +124,7 @@ def run(scheme, x, w, ids, device, change=lambda rows, scale, weight: (rows, sca
     rest = (None if t is None else t.to(device) for t in (q.scale, q.global_scale, None))
     with row_tile(16, portable_only=False):
         plan = planned(ids.to(device), None, w.shape[0], scheme)
-        return ops.scaled_matmul(rows, scale, weight, *rest, [*plan], 1, scheme, x.dtype)
+        return scaled_product(ops, rows, scale, weight, *rest, [*plan], 1, scheme, x.dtype)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

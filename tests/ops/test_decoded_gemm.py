@@ -7,6 +7,7 @@ from gemm_rows import exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import bias_of, planned, whole_numbers
+from products import scaled_product
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
@@ -93,9 +94,9 @@ def test_whole_numbers_are_rounded_once(scheme, activation, dtype, device):
     weight = (t if t is None else t.to(device) for t in (q.data, q.scale, q.global_scale, bias))
     call = (rows, scale, *weight, [*plan], 2, scheme, dtype)
     if activation is None:
-        actual = ops.scaled_matmul(*call)
+        actual = scaled_product(ops, *call)
     else:
-        actual = ops.scaled_matmul(*call, activation)
+        actual = scaled_product(ops, *call, activation)
     assert torch.equal(actual.cpu(), exact.to(dtype))
 
 
@@ -108,14 +109,14 @@ def test_rows_must_be_stored(device):
     x = torch.ones(2, 32, device=device)
     counts = torch.tensor([2], dtype=torch.int32, device=device)
     for scheme, message in (
-        ("mxfp4_w4a16", "scheme must quantize activations and weights"),
+        ("mxfp4_w4a16", "a_scale must be None for scheme mxfp4_w4a16"),
         ("mxfp8", "a must be rows as scheme mxfp8 stores them"),
     ):
         q = quantize_weight(torch.ones(1, 8, 32, device=device), scheme)
         plan = [ops.plan_batched(counts, 2, scheme), None, None]
         call = (x, x[:, :1], q.data, q.scale, None, None, plan, 1, scheme, x.dtype)
         with pytest.raises(ValueError, match=message):
-            ops.scaled_matmul(*call)
+            scaled_product(ops, *call)
 
 
 @pytest.mark.parametrize(("scheme", "rule"), [("nvfp4", "be a Tensor"), ("mxfp4", "be None")])
@@ -125,7 +126,7 @@ def test_global_scales_that_are_not_the_schemes(scheme, rule, device):
     wrong = None if q.global_scale is not None else torch.ones(1, device=device)
     call = (x, x[:, :1], q.data.to(device), q.scale.to(device), wrong, None, [*plan], 1, scheme)
     with pytest.raises(ValueError, match=f"w_global_scale must {rule}"):
-        ops.scaled_matmul(*call, torch.bfloat16)
+        scaled_product(ops, *call, torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -142,7 +143,7 @@ def test_replay(scheme):
         plan = [ops.plan_slots(ids, None, 8, scheme, dtype), ids, None]
         rows = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.activation.key)
         weight = (q.data, q.scale, q.global_scale, None)
-        return ops.scaled_matmul(*rows, *weight, plan, 2, scheme, dtype)
+        return scaled_product(ops, *rows, *weight, plan, 2, scheme, dtype)
 
     layer()
     graph = torch.cuda.CUDAGraph()

@@ -14,11 +14,12 @@ import aot  # noqa: E402
 from aot_launches import given_plan, stored  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
+from products import scaled_product  # noqa: E402
 
 from moe_ops.activation import formula  # noqa: E402
 from moe_ops.dispatch.blackwell import BLOCK_SCALED, is_block_scaled  # noqa: E402
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
-from moe_ops.kernels import quantize, scaled_gemm
+from moe_ops.kernels import expert_product, quantize
 from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
 from moe_ops.kernels._gemm import weight_only as weight_only_tile
 from moe_ops.scheme import get_scheme  # noqa: E402
@@ -74,8 +75,8 @@ def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu", portab
         rows = 2 * width if formula(activation).gated else width
         with row_tile(tile, portable_only=portable_only):
             how = (given_plan(ids, experts, scheme), 1, scheme, torch.bfloat16)
-            scaled_gemm.scaled_matmul(*operands(rows, hidden), *how, activation)
-            scaled_gemm.scaled_matmul(*operands(hidden, width), *how)
+            scaled_product(expert_product, *operands(rows, hidden), *how, activation)
+            scaled_product(expert_product, *operands(hidden, width), *how)
 
     return launch
 

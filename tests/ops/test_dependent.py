@@ -15,7 +15,7 @@ from dependent_launches import (
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.pipeline.gemms import apart, expert_weights, gemm, gemm_sum, quantized, stored
+from moe_ops.pipeline.gemms import apart, expert_weights, gemm, gemm_then_sum, quantized, stored
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig, pack_weight, packs
 from moe_ops.tensors import Routing, Rows
@@ -120,7 +120,7 @@ def operators(scheme, device="cuda"):
             h = gemm(rows, weights.w1, space, FEW, scheme, x.dtype, "silu")
             routing.topk_ids.copy_((routing.topk_ids + 1) % E)
             h = quantized(h, None, weights.w2, space, scheme)
-            seen.append(gemm_sum(h, weights.w2, space, routing.topk_weights, scheme, x.dtype))
+            seen.append(gemm_then_sum(h, weights.w2, space, routing.topk_weights, scheme, x.dtype))
         return torch.cat(seen)
 
     return chain

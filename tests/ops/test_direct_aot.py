@@ -10,13 +10,9 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import slot_plan  # noqa: E402
+from products import plain_product, scaled_product, stored_product  # noqa: E402
 
-from moe_ops.kernels import (
-    expert_gemm,
-    scaled_gemm,
-    topk_align,
-    weight_only_gemm,
-)
+from moe_ops.kernels import expert_product, topk_align
 from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
 
@@ -33,7 +29,7 @@ SCHEMES = {
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(expert_gemm, hopper_stream, scaled_gemm, weight_only_gemm)
+    aot.forget_kernels(expert_product, hopper_stream)
 
 
 def launch_gemm(empty, scheme, rows, top_k, n, k, tiles, *activation):
@@ -41,18 +37,18 @@ def launch_gemm(empty, scheme, rows, top_k, n, k, tiles, *activation):
     meta = torch.empty(E, n, k, device="meta", dtype=torch.bfloat16)
     if scheme.weight is None:
         call = (empty(rows, k), empty(E, n, k), None, None, tiles, top_k)
-        return expert_gemm.expert_matmul(*call, *activation)
+        return plain_product(expert_product, *call, *activation)
     stored = quantize_weight(meta, scheme)
     w = [None if x is None else empty(*x.shape, dtype=x.dtype) for x in stored]
     rest = (tiles, top_k, scheme.name)
     if scheme.activation is None:
-        gemm = weight_only_gemm.weight_only_matmul
-        return gemm(empty(rows, k), *w, None, None, *rest, *activation)
+        x = empty(rows, k)
+        return stored_product(expert_product, x, *w, None, None, *rest, *activation)
     quant = scheme.activation
     width = k // 2 if quant.element.packed else k
     scale = empty(*quant.row_scale_shape(rows, k), dtype=quant.scale_dtype)
     q, weight = empty(rows, width, dtype=quant.dtype), (*w[:2], w[3], None)
-    return scaled_gemm.scaled_matmul(q, scale, *weight, *rest, torch.bfloat16, *activation)
+    return scaled_product(expert_product, q, scale, *weight, *rest, torch.bfloat16, *activation)
 
 
 @pytest.mark.parametrize("arch", sorted(aot.SHARED_MEMORY))

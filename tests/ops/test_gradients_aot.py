@@ -13,20 +13,14 @@ from aot_launches import ARCHITECTURES, check_resources, given_plan, stored  # n
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 
-from moe_ops.kernels import (  # noqa: E402
-    activation,
-    expert_dgrad,
-    expert_gemm,
-    expert_wgrad,
-    routing,
-)
+from moe_ops.kernels import activation, expert_dgrad, expert_product, expert_wgrad, routing  # noqa: E402
 from moe_ops.kernels._gemm import unpack  # noqa: E402
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MODULES = (activation, expert_dgrad, expert_gemm, expert_wgrad, routing, unpack)
+MODULES = (activation, expert_dgrad, expert_product, expert_wgrad, routing, unpack)
 SCHEMES = (
     "int4_w4a16_g128_zp", "int8_w8a16", "fp8_w8a16_block128", "mxfp4_w4a16", "nvfp4_w4a16",
     "fp8_block128", "fp8_channel", "int8_channel",
@@ -80,7 +74,7 @@ def test_products_of_adapters(arch, dtype, rank):
                 b, a = empty(4, 1536, rank, dtype=dtype), empty(4, rank, 2880, dtype=dtype)
                 for w, n, given in ((b, 1536, weights), (a.transpose(1, 2), 2880, None)):
                     out = empty(slots, n, dtype=dtype)
-                    expert_gemm.expert_matmul_add(low, w, given, tiles, 1, out=out)
+                    expert_product.expert_product_out(low, [w], given, tiles, 1, out=out)
 
     kernels = aot.compile_launch(arch, launch)
     assert {k.metadata.name for k in kernels} == {"_expert_gemm_kernel"}

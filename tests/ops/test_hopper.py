@@ -8,6 +8,7 @@ from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
 from hopper_cases import CASES, SCHEMES
 from pairwise import half_exhaustive
 from plans import planned, row_tile
+from products import plain_product, scaled_product
 from sanitize import copied
 
 import moe_ops
@@ -30,7 +31,7 @@ from moe_ops.testing import (
 
 pytest.importorskip("triton")
 
-from moe_ops.kernels import expert_gemm, scaled_gemm  # noqa: E402
+from moe_ops.kernels import expert_product  # noqa: E402
 
 SHARING = pytest.mark.parametrize("groups", [None, "one", 1, 3])
 
@@ -129,9 +130,9 @@ class Twins:
             tiles = [ops.plan_slots(self.ids, None, *layer), self.ids, None]
             if self.scaled:
                 rest = (None, self.bias, tiles, top_k, self.scheme, dtype, activation or "")
-                return scaled_gemm.scaled_matmul(*operands, *rest, config=config)
+                return scaled_product(expert_product, *operands, *rest, config=config)
             rest = (self.bias, None, tiles, top_k, activation or "")
-            return expert_gemm.expert_matmul(*operands, *rest, config=config)
+            return plain_product(expert_product, *operands, *rest, config=config)
 
     def exact(self, activation, top_k):
         """In float64, on the CPU; without a bound: the reference is a kernel too, of fewer bits."""

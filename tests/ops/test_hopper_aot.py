@@ -15,6 +15,7 @@ import aot  # noqa: E402
 import plans  # noqa: E402
 from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized, slot_plan  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
+from products import plain_product  # noqa: E402
 
 from moe_ops.dispatch import GemmProblem  # noqa: E402
 from moe_ops.dispatch.device import Device
@@ -22,7 +23,7 @@ from moe_ops.dispatch.families.many_rows import GATHERED  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, widths  # noqa: E402
 from moe_ops.dispatch.row_tiles import HOPPER, INVARIANT
 from moe_ops.dispatch.tiles import Gemm, row_tile
-from moe_ops.kernels import expert_gemm
+from moe_ops.kernels import expert_product
 from moe_ops.kernels._hopper import gemm as hopper_gemm
 from moe_ops.kernels._hopper import packed as hopper_tile
 from moe_ops.kernels._hopper import stream as hopper_stream
@@ -192,8 +193,8 @@ def launch_ordered(activation, weights, ordered, config):
         with plans.row_tile(config.block_m, portable_only=False):
             tiles = slot_plan(ids, EXPERTS, "unquantized")
             rest = (tiles, TOP_K, activation, ordered)
-            expert_gemm.expert_matmul(*first, given, *rest, config=config)
-            expert_gemm.expert_matmul(*second, given, tiles, 1, "", ordered, config=config)
+            plain_product(expert_product, *first, given, *rest, config=config)
+            plain_product(expert_product, *second, given, tiles, 1, "", ordered, config=config)
 
     return launch
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from planning import problem_of_call
 from plans import planned, row_tile, whole_numbers  # noqa: E402
+from products import plain_product, scaled_product, weight_of
 
 from moe_ops import get_scheme, quantize_weight
 from moe_ops.activation import formula
@@ -25,10 +26,10 @@ from moe_ops.dispatch.hopper import KERNELS as HOPPERS
 from moe_ops.dispatch.hopper import HopperTiles, most_stages, widths
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.gemm import HopperGemm
-from moe_ops.reference.expert_gemm import expert_matmul
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.reference.scaled_gemm import scaled_matmul
 from moe_ops.reference.slots import local_experts
+from moe_ops.tensors import ExpertWeight
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
@@ -64,9 +65,9 @@ def check(problem, scheme, activation, tiles):
         if quant is None:
             rows = exact_rows(x, w, bias, None, ids, k, expert_map)
             how = {"top_k": k, "activation": activation}
-            gemm = problem_of_call("expert_matmul", a=x, w=w, tiles=plan, **how)
-            expected = expert_matmul(x, w, bias, None, [*plan], k, activation)
-            operands = GemmOperands(x, w, plan, bias)
+            gemm = problem_of_call("expert_product", a=x, w=w, tiles=plan, **how)
+            expected = plain_product(reference, x, w, bias, None, [*plan], k, activation)
+            operands = GemmOperands(x, None, ExpertWeight(w, bias), None, plan)
         else:
             q = quantize_weight(w, scheme)
             data, scale = moe_quantize(x, None, None, ids, expert_map, len(w), quant.key)
@@ -76,10 +77,10 @@ def check(problem, scheme, activation, tiles):
             call = (data, scale, q.data, q.scale)
             how = {"top_k": k, "scheme": scheme, "activation": activation}
             rows_and_scale = {"a": data, "a_scale": scale, "w": q.data, "w_scale": q.scale}
-            gemm = problem_of_call("scaled_matmul", **rows_and_scale, tiles=plan, **how)
+            gemm = problem_of_call("expert_product", **rows_and_scale, tiles=plan, **how)
             rest = (None, bias, [*plan], k, scheme, x.dtype, activation)
-            expected = scaled_matmul(*call, *rest)
-            operands = GemmOperands(data, q.data, plan, bias, None, scale, q.scale)
+            expected = scaled_product(reference, *call, *rest)
+            operands = GemmOperands(data, scale, weight_of(q, bias), None, plan)
         out = run(gemm, config, operands, expected)
     mine = local_experts(ids, expert_map, len(w)) >= 0
     rows = (rows.activated(formula(activation)) if activation else rows).rounded(x.dtype)
@@ -115,10 +116,10 @@ def test_long_sums_of_integers_are_exact(tiles):
     with row_tile(config.block_m, NO_GPU, portable_only=False):
         plan = planned(ids, None, 3, "int8_channel")
         gemm = problem_of_call(
-            "scaled_matmul", a=a, a_scale=scale, w=w, w_scale=w_scale, tiles=plan,
+            "expert_product", a=a, a_scale=scale, w=w, w_scale=w_scale, tiles=plan,
             scheme="int8_channel", out_dtype=torch.float32,
         )  # fmt: skip
-        operands = GemmOperands(a, w, plan, None, None, scale, w_scale)
+        operands = GemmOperands(a, scale, ExpertWeight(w, None, w_scale), None, plan)
         out = run(gemm, config, operands, torch.empty(9, 72))
     exact = (w.long()[ids.flatten()] * a.long()[:, None]).sum(2)
     assert exact.abs().min() > 2**24 and torch.equal(out, exact.float())

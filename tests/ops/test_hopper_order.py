@@ -7,6 +7,7 @@ from gemm_rows import exact_rows
 from hopper_cases import CASES
 from modular import setup
 from plans import row_tile
+from products import plain_product
 
 import moe_ops
 from moe_ops import ops
@@ -59,11 +60,11 @@ def test_expert_order(case, activation, hidden, width, launched):
     def first(ordered):
         with row_tile(tile, portable_only=False):
             rest = (tiles, p.top_k, activation, ordered)
-            return ops.expert_matmul(x, w1, b1, None, *rest)
+            return plain_product(ops, x, w1, b1, None, *rest)
 
     def second(rows, ordered):
         with row_tile(tile, portable_only=False):
-            return ops.expert_matmul(rows, w2, b2, None, tiles, 1, "", ordered)[slots]
+            return plain_product(ops, rows, w2, b2, None, tiles, 1, "", ordered)[slots]
 
     by_slot, by_expert = first(False), first(True)
     assert torch.equal(by_slot[slots], by_expert[: len(slots)])

@@ -12,6 +12,7 @@ import torch
 from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
 from hopper_cases import SCHEMES
 from plans import ids_of, row_tile
+from products import plain_product, scaled_product  # noqa: E402
 
 from moe_ops import ops
 from moe_ops.dispatch.device import device_facts
@@ -22,7 +23,7 @@ from moe_ops.testing import assert_matches_reference
 
 pytest.importorskip("triton")
 
-from moe_ops.kernels import expert_gemm, scaled_gemm  # noqa: E402
+from moe_ops.kernels import expert_product  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -103,9 +104,9 @@ class Skewed:
             tiles = self.tiles()
             if self.scheme != "unquantized":
                 rest = (None, bias, tiles, top_k, self.scheme, torch.bfloat16, activation or "")
-                return scaled_gemm.scaled_matmul(*operands, *rest, config=config)
+                return scaled_product(expert_product, *operands, *rest, config=config)
             rest = (bias, weights, tiles, top_k, activation or "")
-            return expert_gemm.expert_matmul(*operands, *rest, config=config)
+            return plain_product(expert_product, *operands, *rest, config=config)
 
     def tiles(self):
         layer = (self.experts, self.scheme, torch.bfloat16)
@@ -176,7 +177,7 @@ def test_expert_order(way, weighted, launched):
 
     def gemm(*arguments):
         with row_tile(way[0], portable_only=False):
-            return expert_gemm.expert_matmul(*arguments, config=config)
+            return plain_product(expert_product, *arguments, config=config)
 
     with row_tile(way[0], portable_only=False):
         tiles = layer.tiles()

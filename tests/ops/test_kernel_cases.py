@@ -26,18 +26,19 @@ from kernel_cases import (  # noqa: E402
     whole_weight,
 )
 from pairwise import cover  # noqa: E402
+from products import plain_product, scaled_product, stored_product  # noqa: E402
 
 from moe_ops import dequantize_weight, get_scheme, ops  # noqa: E402
 from moe_ops.activation import formula  # noqa: E402
 from moe_ops.dispatch import tuned  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
-from moe_ops.kernels import expert_gemm, scaled_gemm, weight_only_gemm  # noqa: E402
+from moe_ops.kernels import expert_product  # noqa: E402
 from moe_ops.kernels._gemm import scaled_slot  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.reference import expert_dgrad as dgrad_reference  # noqa: E402
-from moe_ops.reference import expert_gemm as dense_reference  # noqa: E402
-from moe_ops.reference import scaled_gemm as scaled_reference  # noqa: E402
-from moe_ops.reference import weight_only_gemm as stored_reference  # noqa: E402
+from moe_ops.reference import expert_product as dense_reference  # noqa: E402
+from moe_ops.reference import expert_product as scaled_reference  # noqa: E402
+from moe_ops.reference import expert_product as stored_reference  # noqa: E402
 from moe_ops.reference.quantize import moe_quantize  # noqa: E402
 from moe_ops.scheme.weights import dequantize_rows  # noqa: E402
 
@@ -67,11 +68,12 @@ def dense(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, weight
     w = whole(EXPERTS, weight_rows(n, activation), k, seed=1).to(dtype)
     bias, weights = bias_of(has_bias, n, activation), routed.weights() if weighted else None
     with routed.row_tile():
-        out = expert_gemm.expert_matmul(
-            routed.rows(x, gap), laid_out(routed.of_experts(w), layout), routed.of_experts(bias),
+        out = plain_product(
+            expert_product, routed.rows(x, gap), laid_out(routed.of_experts(w), layout),
+            routed.of_experts(bias),
             weights, [*routed.tiles], *tail, config=tiles_of(16),
         )  # fmt: skip
-        expected = dense_reference.expert_matmul(x, w, bias, weights, [*routed.sound], *tail)
+        expected = plain_product(dense_reference, x, w, bias, weights, [*routed.sound], *tail)
     compare(out, routed.exact(x, w, bias, weights, activation), expected, routed, activation)
 
 
@@ -88,10 +90,18 @@ def dense_in_expert_order(activation, routing, n, k, dtype, weighted):
     slots, rows = places(routed.ids, routed.expert_map, EXPERTS, routing.startswith("few"))
     given = x if activation else poisoned(x[slots], rows, len(x))
     with routed.row_tile():
-        out = expert_gemm.expert_matmul(
-            given, w, None, weights, [*routed.tiles], *tail, ordered, config=tiles_of(16)
+        out = plain_product(
+            expert_product,
+            given,
+            w,
+            None,
+            weights,
+            [*routed.tiles],
+            *tail,
+            ordered,
+            config=tiles_of(16),
         )
-        expected = dense_reference.expert_matmul(x, w, None, weights, [*routed.sound], *tail)
+        expected = plain_product(dense_reference, x, w, None, weights, [*routed.sound], *tail)
     if activation:
         out = torch.full_like(out, torch.nan).index_copy(0, slots, out[rows])
     compare(out, routed.exact(x, w, None, weights, activation), expected, routed, activation)
@@ -112,10 +122,8 @@ def dense_added(layout, routing, top_k, gap, n, k, dtype, weighted):
     before = (1 - product).to(dtype)
     out = before.clone()
     with routed.row_tile():
-        given = (weights, [*routed.tiles], top_k)
-        expert_gemm.expert_matmul_add(
-            routed.rows(x, gap), laid_out(routed.of_experts(w), layout), *given, out=out
-        )
+        given = ([laid_out(routed.of_experts(w), layout)], weights, [*routed.tiles], top_k)
+        expert_product.expert_product_out(routed.rows(x, gap), *given, out=out)
     exact = torch.where(routed.mine[:, None], before.double() + product, before.double())
     assert torch.equal(out, exact.float().to(dtype)), "every bit"
 
@@ -137,11 +145,16 @@ def scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name)
     head = (routed.rows(rows, gap), scale, laid_out(data, layout), w_scale)
     rest = (q.global_scale, bias)
     with routed.row_tile():
-        out = scaled_gemm.scaled_matmul(
-            *head, *rest, [*routed.tiles], *tail, config=tiles_of(32 if scheme.decoded else 16)
+        out = scaled_product(
+            expert_product,
+            *head,
+            *rest,
+            [*routed.tiles],
+            *tail,
+            config=tiles_of(32 if scheme.decoded else 16),
         )
         head = (rows, scale, q.data, q.scale)
-        expected = scaled_reference.scaled_matmul(*head, *rest, [*routed.sound], *tail)
+        expected = scaled_product(scaled_reference, *head, *rest, [*routed.sound], *tail)
     exact = routed.exact(numbers, dequantize_weight(q, scheme), bias, None, activation)
     compare(out, exact, expected, routed, activation)
 
@@ -164,12 +177,13 @@ def block_scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype,
     bias = bias_of(has_bias, n, activation)
     rest = (q.scale, q.global_scale, bias)
     with routed.row_tile():
-        out = scaled_gemm.scaled_matmul(
-            routed.rows(rows, gap), scale, laid_out(routed.of_experts(q.data), layout), *rest,
+        out = scaled_product(
+            expert_product, routed.rows(rows, gap), scale, laid_out(routed.of_experts(q.data),
+            layout), *rest,
             [*routed.tiles], *tail, config=tiles_of(64),
         )  # fmt: skip
-        expected = scaled_reference.scaled_matmul(
-            rows, scale, q.data, *rest, [*routed.sound], *tail
+        expected = scaled_product(
+            scaled_reference, rows, scale, q.data, *rest, [*routed.sound], *tail
         )
     exact = routed.exact(numbers, dequantize_weight(q, scheme), bias, None, activation)
     compare(out, exact, expected, routed, activation)
@@ -190,11 +204,11 @@ def weight_only(
     bias, weights = bias_of(has_bias, n, activation), routed.weights() if weighted else None
     rest = (*q[1:], bias, weights)
     with routed.row_tile():
-        out = weight_only_gemm.weight_only_matmul(
-            routed.rows(x, gap), laid_out(routed.of_experts(q.data), layout), *rest,
+        out = stored_product(
+            expert_product, routed.rows(x, gap), laid_out(routed.of_experts(q.data), layout), *rest,
             [*routed.tiles], *tail, config=tiles_of(block_k),
         )  # fmt: skip
-        expected = stored_reference.weight_only_matmul(x, q.data, *rest, [*routed.sound], *tail)
+        expected = stored_product(stored_reference, x, q.data, *rest, [*routed.sound], *tail)
     weight = dequantize_weight(q, scheme)
     exact = routed.exact(x, weight, bias, weights, activation, stored=dtype)
     compare(out, exact, expected, routed, activation)
@@ -219,13 +233,14 @@ def slot(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name):
     x[:, k - 3] = scheme.activation.element.largest
     bias, rest = bias_of(has_bias, n, activation), (q.scale, None)
     with routed.row_tile():
-        out = scaled_gemm.scaled_matmul(
-            routed.rows(x, gap), None, laid_out(routed.of_experts(q.data), layout), *rest, bias,
+        out = scaled_product(
+            expert_product, routed.rows(x, gap), None, laid_out(routed.of_experts(q.data),
+            layout), *rest, bias,
             [*routed.tiles], *tail,
         )  # fmt: skip
         given = moe_quantize(x, None, None, None, None, 1, scheme.activation.key)
-        expected = scaled_reference.scaled_matmul(
-            *given, q.data, *rest, bias, [*routed.sound], *tail
+        expected = scaled_product(
+            scaled_reference, *given, q.data, *rest, bias, [*routed.sound], *tail
         )
     numbers = dequantize_rows(*given, scheme.activation).double()
     exact = routed.exact(numbers, dequantize_weight(q, scheme), bias, None, activation)

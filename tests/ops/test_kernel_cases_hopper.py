@@ -29,6 +29,7 @@ from kernel_cases import (  # noqa: E402
 )
 from pairwise import cover  # noqa: E402
 from planning import problem_of_call  # noqa: E402
+from products import plain_product, scaled_product, stored_product, weight_of  # noqa: E402
 
 from moe_ops import dequantize_weight, get_scheme, pack_weight  # noqa: E402
 from moe_ops.activation import formula  # noqa: E402
@@ -39,13 +40,11 @@ from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTile
 from moe_ops.dispatch.hopper_decode import DECODE_SUM  # noqa: E402
 from moe_ops.kernels._gemm.operands import GemmOperands  # noqa: E402
 from moe_ops.kernels._gemm.run import launcher  # noqa: E402
-from moe_ops.reference.expert_gemm import expert_matmul  # noqa: E402
+from moe_ops.reference import expert_product as reference  # noqa: E402
 from moe_ops.reference.quantize import moe_quantize  # noqa: E402
-from moe_ops.reference.scaled_gemm import scaled_matmul  # noqa: E402
 from moe_ops.reference.slots import local_experts  # noqa: E402
-from moe_ops.reference.weight_only_gemm import weight_only_matmul  # noqa: E402
 from moe_ops.scheme import dequantize_rows  # noqa: E402
-from moe_ops.tensors import Tiles  # noqa: E402
+from moe_ops.tensors import ExpertWeight, Tiles  # noqa: E402
 from moe_ops.testing import Bounded, assert_matches_reference  # noqa: E402
 
 pytestmark = pytest.mark.kernel
@@ -99,15 +98,28 @@ def scaled_or_dense(
     with routed.row_tile():
         how = {"tiles": routed.tiles, "top_k": top_k, "activation": activation}
         if w_scale is None:
-            problem = problem_of_call("expert_matmul", a=a, w=there, topk_weights=weights, **how)
-            expected = expert_matmul(rows[0], w, bias, weights, [*routed.sound], top_k, activation)
+            problem = problem_of_call("expert_product", a=a, w=there, topk_weights=weights, **how)
+            expected = plain_product(
+                reference, rows[0], w, bias, weights, [*routed.sound], top_k, activation
+            )
         else:
             how |= {"a_scale": rows[1], "w_scale": w_scale, "scheme": name, "out_dtype": BF16}
-            problem = problem_of_call("scaled_matmul", a=a, w=there, **how)
-            expected = scaled_matmul(
-                *rows[:2], w, w_scale, None, bias, [*routed.sound], top_k, name, BF16, activation
+            problem = problem_of_call("expert_product", a=a, w=there, **how)
+            expected = scaled_product(
+                reference,
+                *rows[:2],
+                w,
+                w_scale,
+                None,
+                bias,
+                [*routed.sound],
+                top_k,
+                name,
+                BF16,
+                activation,
             )
-        operands = GemmOperands(a, there, routed.tiles, bias, weights, rows[1], w_scale)
+        given = ExpertWeight(there, bias, w_scale)
+        operands = GemmOperands(a, rows[1], given, weights, routed.tiles)
         config = HopperTiles(kernel, tile, block_n, 2, 2, on_demand)
         out, _ = run(problem, config, operands, expected, programs)
     exact = routed.exact(rows[2], weight, bias, weights, activation)
@@ -165,10 +177,10 @@ def in_expert_order(tiles, activation, routing, n, k, on_demand, programs):
         given = torch.full_like(x, torch.nan).index_copy(0, rows, x[slots])
     with routed.row_tile():
         how = {"tiles": routed.tiles, "activation": activation, "expert_order": True}
-        problem = problem_of_call("expert_matmul", a=given, w=w, **how)
-        expected = expert_matmul(x, w, None, None, [*routed.sound], 1, activation)
+        problem = problem_of_call("expert_product", a=given, w=w, **how)
+        expected = plain_product(reference, x, w, None, None, [*routed.sound], 1, activation)
         config = HopperTiles(kernel, tile, block_n, 2, 2, on_demand)
-        operands = GemmOperands(given, w, routed.tiles)
+        operands = GemmOperands(given, None, ExpertWeight(w), None, routed.tiles)
         out, _ = run(problem, config, operands, expected, programs)
     if activation:
         out = torch.full_like(out, torch.nan).index_copy(0, slots, out[rows])
@@ -198,12 +210,12 @@ def dequantized(
     with routed.row_tile():
         a = routed.rows(x, gap)
         problem = problem_of_call(
-            "weight_only_matmul", a=a, w=packed.data, w_scale=packed.scale, tiles=routed.tiles,
+            "expert_product", a=a, w=packed.data, w_scale=packed.scale, tiles=routed.tiles,
             top_k=top_k, scheme=name, activation=activation, topk_weights=weights,
         )  # fmt: skip
         rest = (bias, weights, [*routed.sound], top_k, name, activation)
-        expected = weight_only_matmul(x, *q, *rest)
-        operands = GemmOperands(a, packed.data, routed.tiles, bias, weights, None, *packed[1:])
+        expected = stored_product(reference, x, *q, *rest)
+        operands = GemmOperands(a, None, weight_of(packed, bias), weights, routed.tiles)
         programs = None if few and not gap else programs
         out, kernel = run(problem, None, operands, expected, programs, facts)
         assert BY_NAME[kernel].fragments
@@ -302,17 +314,15 @@ def one_token(name, activation, layout, top_k, mapped, stored, has_bias, n, k, w
     token.there = laid_out(token.w, layout)
     bias, dense = token.bias(has_bias), token.w_scale is None
     weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted and dense else None
-    operator = "expert_matmul" if dense else "scaled_matmul"
-    problem = token.problem(operator, name, weights, top_k=top_k, activation=activation)
-    operands = GemmOperands(
-        token.rows, token.there, token.tiles, bias, weights, token.scale, token.w_scale
-    )
+    problem = token.problem("expert_product", name, weights, top_k=top_k, activation=activation)
+    weight = ExpertWeight(token.there, bias, token.w_scale)
+    operands = GemmOperands(token.rows, token.scale, weight, weights, token.tiles)
     rest = ([*token.tiles], top_k)
     if dense:
-        expected = expert_matmul(token.rows, token.w, bias, weights, *rest, activation)
+        expected = plain_product(reference, token.rows, token.w, bias, weights, *rest, activation)
     else:
         given = (*token.given, token.w, token.w_scale, None, bias)
-        expected = scaled_matmul(*given, *rest, name, BF16, activation)
+        expected = scaled_product(reference, *given, *rest, name, BF16, activation)
     out, kernel = run(problem, None, operands, expected, programs)
     assert kernel == TOKEN
     assert_unwritten(out, token.mine)
@@ -340,11 +350,9 @@ def one_token_sum(name, layout, top_k, mapped, stored, has_bias, n, k, weighted,
     token.there = laid_out(token.w, layout)
     bias = token.bias(has_bias)
     weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted else None
-    problem = token.problem("gemm_sum", name, weights)
-    operands = GemmOperands(
-        token.rows, token.there, token.tiles, bias, weights, token.scale, token.w_scale,
-        early=early,
-    )  # fmt: skip
+    problem = token.problem("expert_product_sum", name, weights)
+    weight = ExpertWeight(token.there, bias, token.w_scale)
+    operands = GemmOperands(token.rows, token.scale, weight, weights, token.tiles, early)
     out, kernel = run(problem, None, operands, torch.empty(1, n, dtype=BF16), programs)
     assert kernel == TOKEN_SUM
     assert torch.equal(out[0], sum_of_rows(token.products(bias), weights, token.mine)), "every bit"
@@ -357,12 +365,10 @@ def dequantized_sum(name, top_k, mapped, has_bias, n, k, weighted, early):
     packed, bias = pack_weight(token.stored, name), token.bias(has_bias)
     weights = 2.0 ** (torch.arange(top_k)[None] % 3 - 1) if weighted else None
     problem = problem_of_call(
-        "weight_only_sum", a=token.rows, w=packed.data, w_scale=packed.scale, tiles=token.tiles,
+        "expert_product_sum", a=token.rows, w=packed.data, w_scale=packed.scale, tiles=token.tiles,
         topk_weights=weights, scheme=name,
     )  # fmt: skip
-    operands = GemmOperands(
-        token.rows, packed.data, token.tiles, bias, weights, None, *packed[1:], early
-    )
+    operands = GemmOperands(token.rows, None, weight_of(packed, bias), weights, token.tiles, early)
     out, kernel = run(problem, None, operands, torch.empty(1, n, dtype=BF16), None)
     assert kernel == DECODE_SUM
     assert torch.equal(out[0], sum_of_rows(token.products(bias), weights, token.mine)), "every bit"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from plans import planned, row_tile
+from products import scaled_product
 
 import moe_ops
 from moe_ops import ops
@@ -93,7 +94,7 @@ def scaled(x, w, ids):
     sizes = (ids.shape[1], "int8_channel", BF16)
     with row_tile(16):
         plan = planned(ids, None, len(w), "int8_channel")
-        return ops.scaled_matmul(x, scales[0], w, scales[1], None, None, [*plan], *sizes)
+        return scaled_product(ops, x, scales[0], w, scales[1], None, None, [*plan], *sizes)
 
 
 def integers(*shape):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from plans import row_tile
+from products import plain_product, scaled_product, stored_product
 
 from moe_ops import ops
 from moe_ops.scheme import quantize_weight
@@ -23,7 +24,7 @@ def multiply(a, w, ids, bias=None, **options):
     plan = ops.plan_slots(
         ids, None, E, "unquantized", a.dtype, options.get("batch_invariant", False)
     )
-    return ops.expert_matmul(a, w, bias, None, [plan, ids, None], TOP_K, **options)
+    return plain_product(ops, a, w, bias, None, [plan, ids, None], TOP_K, **options)
 
 
 def expected(a, w, ids, bias=None):
@@ -79,7 +80,7 @@ def test_what_is_refused_is_refused_after_a_call_too(device):
         ((a, w, None, None, [plan, ids], TOP_K), "tiles"),
     ):
         with pytest.raises(ValueError, match=f"^{rule} must"):
-            ops.expert_matmul(*wrong)
+            plain_product(ops, *wrong)
 
 
 def test_rows_of_another_dtype(device):
@@ -89,7 +90,7 @@ def test_rows_of_another_dtype(device):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         tiles = [ops.plan_slots(ids, None, E, "int8_w8a16", dtype), ids, None]
         rows = (a.to(dtype), *q, None, None)
-        actual = ops.weight_only_matmul(*rows, tiles, TOP_K, "int8_w8a16")
+        actual = stored_product(ops, *rows, tiles, TOP_K, "int8_w8a16")
         assert actual.dtype == dtype
         check(actual, expected(a, w, ids))
 
@@ -103,7 +104,7 @@ def test_dtypes_of_results_and_scales(device):
     rest = ([plan, ids, None], TOP_K, "int8_channel")
     stored = ops.moe_quantize(a, None, None, None, None, 0, "int8:1x*:float32")
     results = [
-        ops.scaled_matmul(*rows, q.data, q.scale, None, None, *rest, dtype)
+        scaled_product(ops, *rows, q.data, q.scale, None, None, *rest, dtype)
         for rows in ((a, None), stored)
         for dtype in (torch.bfloat16, torch.float32)
     ]

@@ -13,8 +13,9 @@ from aot_launches import given_plan, stored  # noqa: E402
 from own_schemes import OWN  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
+from products import scaled_product, stored_product  # noqa: E402
 
-from moe_ops.kernels import quantize, scaled_gemm, weight_only_gemm  # noqa: E402
+from moe_ops.kernels import expert_product, quantize  # noqa: E402
 from moe_ops.kernels._gemm import scaled, weight_only  # noqa: E402
 from moe_ops.scheme import min_capability  # noqa: E402
 
@@ -42,12 +43,14 @@ def launch_layer(scheme, tile, hidden=2048, width=768):
         slots = ids.shape[0]
         x, w = empty(slots, k, dtype=BF16), stored(empty, scheme.key, EXPERTS, n, k, BF16)
         if rows_quant is None:
-            weight_only_gemm.weight_only_matmul(x, *w, None, None, *sizes, activation)
+            stored_product(expert_product, x, *w, None, None, *sizes, activation)
             return
         one = empty(1) if rows_quant.static or rows_quant.global_scale else None
         rows = quantize.moe_quantize(x, one, None, ids, None, EXPERTS, rows_quant.key)
         factor = empty(EXPERTS, n) if weight_quant.channel_scale else w.global_scale
-        scaled_gemm.scaled_matmul(*rows, w.data, w.scale, factor, None, *sizes, BF16, activation)
+        scaled_product(
+            expert_product, *rows, w.data, w.scale, factor, None, *sizes, BF16, activation
+        )
 
     return launch
 

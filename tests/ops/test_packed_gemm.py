@@ -16,6 +16,7 @@ from packed_weights import HALF, OWN_ROWS, SERVED
 from pairwise import half_exhaustive
 from planning import problem_of_call
 from plans import ids_of, partly_full, planned, row_tile
+from products import stored_product, weight_of
 from strategies import ACTIVATIONS
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
@@ -25,7 +26,7 @@ from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import DECODE_SLOT
 from moe_ops.dispatch.tiles import ROW_TILES
-from moe_ops.reference import weight_only_gemm as reference
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
@@ -45,20 +46,17 @@ def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
     if not INTERPRETED:
         device = "cuda" if HAS_CUDA else "cpu"
         call = (None if t is None else t.to(device) for t in (x, *q, bias, weights))
-        return ops.weight_only_matmul(
-            *call, [*plans.on(tiles, device)], k, scheme, activation
-        ).cpu()
-    out = reference.weight_only_matmul(*call)
+        return stored_product(ops, *call, [*plans.on(tiles, device)], k, scheme, activation).cpu()
+    out = stored_product(reference, *call)
     out = torch.full_like(out, torch.nan)
     if len(out) == 0:
         return out  # nothing is launched
-    problem = problem_of_call(
-        "weight_only_matmul", a=x, w=q.data, w_scale=q.scale, tiles=tiles,
+    problem = problem_of_call("expert_product", a=x, w=q.data, w_scale=q.scale, tiles=tiles,
         top_k=k, scheme=scheme, activation=activation, boxes=True,
     )  # fmt: skip
     plan = plan_gemm(problem, device_facts(x.device))
     assert BY_NAME[plan.kernel].fragments
-    operands = GemmOperands(x, q.data, tiles, bias, weights, None, *q[1:])
+    operands = GemmOperands(x, None, weight_of(q, bias), weights, tiles)
     with interpreted(None if plan.kernel == DECODE_SLOT else programs):
         launcher(BY_NAME[plan.kernel])(problem, plan)(out, operands)
     return out
@@ -78,7 +76,7 @@ def check(problem, scheme, activation="", *, scaled=False, tile=None, direct=Fal
             tiles = planned(ids, expert_map, len(w), scheme)
         call = (bias, weights, tiles, k, scheme, activation)
         actual = matmul(x, pack_weight(q, scheme), *call)
-        expected = reference.weight_only_matmul(x, *q, *call[:2], [*tiles], *call[3:])
+        expected = stored_product(reference, x, *q, *call[:2], [*tiles], *call[3:])
     mine = local_experts(ids, expert_map, len(w)) >= 0
     assert_matches_reference(actual[mine], rows.rounded(x.dtype)[mine], expected[mine])
 
@@ -127,7 +125,7 @@ def test_tiles_that_are_partly_full(scheme, tile):
     with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
         tiles = planned(ids, None, len(w), scheme)
         actual = matmul(x, pack_weight(q, scheme), None, None, tiles, 1, scheme, programs=5)
-        expected = reference.weight_only_matmul(x, *q, None, None, [*tiles], 1, scheme)
+        expected = stored_product(reference, x, *q, None, None, [*tiles], 1, scheme)
     assert_matches_reference(actual, exact.rounded(x.dtype), expected)
 
 
@@ -215,7 +213,7 @@ def test_small_and_large_weights(scheme, magnitude):
     rows = exact_rows(x, dequantize_weight(q, scheme), None, None, ids, 2, None, x.dtype)
     tiles = planned(ids, None, len(w), scheme)
     actual = matmul(x, pack_weight(q, scheme), None, None, tiles, 2, scheme)
-    expected = reference.weight_only_matmul(x, *q, None, None, [*tiles], 2, scheme)
+    expected = stored_product(reference, x, *q, None, None, [*tiles], 2, scheme)
     assert_matches_reference(actual, rows.rounded(x.dtype), expected)
 
 
@@ -225,7 +223,7 @@ def test_scales_of_all_rows_of_an_expert():
     tiles = planned(ids, None, len(w), OWN_ROWS)
     for scheme, shape in (("int8_w8a16", (5,)), ("fp8_w8a16", (5, 2))):
         q = quantize_weight(w, scheme)._replace(scale=torch.rand(shape) / 99 + 0.01)
-        expected = reference.weight_only_matmul(x, *q, None, None, [*tiles], 1, scheme)
+        expected = stored_product(reference, x, *q, None, None, [*tiles], 1, scheme)
         actual = matmul(x, pack_weight(q, scheme), None, None, tiles, 1, scheme)
         rows = exact_rows(x, dequantize_weight(q, scheme), None, None, ids, 1, None, x.dtype)
         assert_matches_reference(actual, rows.rounded(x.dtype), expected)

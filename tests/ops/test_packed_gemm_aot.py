@@ -17,10 +17,11 @@ from aot_launches import H200, given_plan, launch_packed_layer, packed  # noqa: 
 from packed_weights import PACKABLE, UNDER_FP8  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
+from products import scaled_product, stored_product, stored_sum, weight_of  # noqa: E402
 from token_layers import promised  # noqa: E402
 
 from moe_ops.dispatch.hopper_decode import FEW_CTAS, JOB_REGISTERS  # noqa: E402
-from moe_ops.kernels import gemm_sum, scaled_gemm, weight_only_gemm  # noqa: E402
+from moe_ops.kernels import expert_product  # noqa: E402
 from moe_ops.kernels._hopper.decode_jobs_gemm import JobConstants  # noqa: E402
 from moe_ops.kernels._runtime import launch as launching  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
@@ -44,7 +45,7 @@ def launch_under_fp8(scheme, tile, activation, hidden, width, dtype=torch.bfloat
                 rows = rows if stored else (empty(slots, k, dtype=dtype), None)
                 bias = empty(EXPERTS, w.data.shape[1], dtype=dtype)
                 more = (w.data, w.scale, w.global_scale, bias, tiles, 1, scheme, dtype, key)
-                scaled_gemm.scaled_matmul(*rows, *more)
+                scaled_product(expert_product, *rows, *more)
 
     return launch
 
@@ -204,7 +205,7 @@ def test_one_token_with_the_sum(scheme, model):
         h, ids = empty(slots, k), empty(1, slots, dtype=torch.int32)
         q = packed(empty, scheme, n, k, torch.bfloat16)
         weights, tiles = empty(1, slots, dtype=torch.float32), [None, ids, None]
-        weight_only_gemm.weight_only_sum(h, *q, empty(EXPERTS, n), weights, tiles, scheme)
+        stored_sum(expert_product, h, *q, empty(EXPERTS, n), weights, tiles, scheme)
 
     (kernel,) = aot.compile_launch(H200, launch)
     check_jobs(kernel, "hopper_decode_sum_kernel")
@@ -241,10 +242,10 @@ def test_one_token_of_the_first_gemm(scheme, model):
         bias, tiles = empty(EXPERTS, 2 * width), [None, ids, None]
         if get_scheme(scheme).activation is None:
             head, tail = (x, *q, bias, None, tiles), (slots, scheme, "silu")
-            weight_only_gemm.weight_only_matmul(*head, *tail)
+            stored_product(expert_product, *head, *tail)
         else:
             head, tail = (x, None, q.data, q.scale, q.global_scale, bias), (slots, scheme)
-            scaled_gemm.scaled_matmul(*head, tiles, *tail, torch.bfloat16, "silu")
+            scaled_product(expert_product, *head, tiles, *tail, torch.bfloat16, "silu")
 
     *_, kernel = aot.compile_launch(H200, launch)
     check_jobs(kernel, "hopper_decode_slot_kernel")
@@ -256,10 +257,9 @@ def test_one_token_with_the_sum_under_fp8(scheme, model):
 
     def launch(empty):
         h, ids = empty(slots, k), empty(1, slots, dtype=torch.int32)
-        w, scale, _, factor = packed(empty, scheme, n, k, torch.bfloat16)
+        weight = weight_of(packed(empty, scheme, n, k, torch.bfloat16), empty(EXPERTS, n))
         weights, tiles = empty(1, slots, dtype=torch.float32), [None, ids, None]
-        call = (w, scale, empty(EXPERTS, n), weights, tiles, scheme, torch.bfloat16)
-        gemm_sum.gemm_sum(h, None, *call, w_global_scale=factor)
+        expert_product.expert_product_sum(h, None, weight, weights, tiles, scheme, torch.bfloat16)
 
     quantize, kernel = aot.compile_launch(H200, launch)
     assert quantize.metadata.name == "quantize_kernel"
@@ -276,10 +276,10 @@ def test_one_token_begins_early_only_where_it_is_told_to():
         bias, tiles = empty(EXPERTS, n), [None, ids, None]
         rows = (empty(1, n), *w1, None, None, tiles, slots, scheme, "silu")
         with mock.patch.object(launching, "_current_stream", lambda device: 1):
-            h = weight_only_gemm.weight_only_matmul(*rows)
+            h = stored_product(expert_product, *rows)
             for early in (True, False):
                 with promised(early):
-                    weight_only_gemm.weight_only_sum(h, *w2, bias, weights, tiles, scheme)
+                    stored_sum(expert_product, h, *w2, bias, weights, tiles, scheme)
 
     _, *sums = aot.compile_launch(H200, launch)
     assert [c.EARLY for kernel in sums for c in kernel.src.constants.values()

@@ -6,13 +6,14 @@ from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import exact_rows
 from planning import problem_of_call
 from plans import ids_of, on, planned, row_tile
+from products import stored_product, weight_of
 
 from moe_ops import dequantize_weight, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY
-from moe_ops.reference import weight_only_gemm as reference
+from moe_ops.reference import expert_product as reference
 from moe_ops.testing import assert_matches_reference
 
 pytestmark = pytest.mark.kernel
@@ -23,20 +24,21 @@ if INTERPRETED:
     from moe_ops.kernels._gemm.operands import GemmOperands
     from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
 elif HAS_CUDA:
-    from moe_ops.kernels.weight_only_gemm import weight_only_matmul
+    from moe_ops.kernels import expert_product
 
 
 def matmul(x, q, tiles, scheme, config):
     """The result of the kernel of ``config``."""
     if not INTERPRETED:
         call = [None if t is None else t.cuda() for t in (x, *q, None, None)]
-        return weight_only_matmul(*call, [*on(tiles, "cuda")], 1, scheme, config=config).cpu()
+        call += [[*on(tiles, "cuda")], 1, scheme]
+        return stored_product(expert_product, *call, config=config).cpu()
     out = torch.full((len(x), q.data.shape[1]), torch.nan, dtype=x.dtype)
     call = {"a": x, "w": q.data, "w_scale": q.scale, "tiles": tiles, "scheme": scheme}
-    problem = problem_of_call("weight_only_matmul", **call, boxes=True)
+    problem = problem_of_call("expert_product", **call, boxes=True)
     plan = plan_gemm(problem, NO_GPU, config=config)
     with interpreted(5):
-        DecodeGemm(problem, plan)(out, GemmOperands(x, q.data, tiles, None, None, None, *q[1:]))
+        DecodeGemm(problem, plan)(out, GemmOperands(x, None, weight_of(q), None, tiles))
     return out
 
 
@@ -65,5 +67,5 @@ def test_given_tiles(scheme, config):
     with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
         tiles = planned(ids, None, 5, scheme)
         actual = matmul(x, pack_weight(q, scheme), tiles, scheme, config)
-        expected = reference.weight_only_matmul(x, *q, None, None, [*tiles], 1, scheme)
+        expected = stored_product(reference, x, *q, None, None, [*tiles], 1, scheme)
     assert_matches_reference(actual, exact.rounded(x.dtype), expected)

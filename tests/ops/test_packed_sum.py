@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import HALF, SERVED, random_weight
 from planning import problem_of_call
+from products import stored_product, stored_sum, weight_of
 from sum_calls import one_token
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import DECODE_SUM
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts
-from moe_ops.reference.weight_only_gemm import weight_only_sum as reference
 from moe_ops.testing import assert_matches_reference
 
 pytestmark = pytest.mark.kernel
@@ -37,15 +38,15 @@ if INTERPRETED:
 def summed(h, q, bias, weights, tiles, scheme):
     """The operator's result; in the interpreter, that of Hopper's kernel."""
     if not INTERPRETED:
-        return ops.weight_only_sum(*on_device((h, *q, bias, weights, tiles, scheme))).cpu()
+        return stored_sum(ops, *on_device((h, *q, bias, weights, tiles, scheme))).cpu()
     problem = problem_of_call(
-        "weight_only_sum", a=h, w=q.data, w_scale=q.scale, topk_weights=weights, tiles=tiles,
+        "expert_product_sum", a=h, w=q.data, w_scale=q.scale, topk_weights=weights, tiles=tiles,
         scheme=scheme, boxes=True,
     )  # fmt: skip
     plan = plan_gemm(problem, NO_GPU)
     assert plan.kernel == DECODE_SUM
     out = torch.full((1, q.data.shape[1]), torch.nan, dtype=h.dtype)
-    operands = GemmOperands(h, q.data, Tiles(*tiles), bias, weights, None, *q[1:])
+    operands = GemmOperands(h, None, weight_of(q, bias), weights, Tiles(*tiles))
     with interpreted():
         DecodeJobs(problem, plan)(out, operands)
     return out
@@ -78,7 +79,7 @@ def check(scheme, k=4, n=128, kk=192, *, experts=5, bias=True, scaled=True, hole
     used = (local_experts(ids, expert_map, len(w)) >= 0).view(1, k).double()
     factors = used if weights is None else used * weights.double()
     exact = rows.rounded(dtype).unflatten(1, k).weighted_sum(factors).rounded(dtype)
-    expected = reference(h, *q, added, weights, tiles, scheme)
+    expected = stored_sum(reference, h, *q, added, weights, tiles, scheme)
     assert_matches_reference(actual, exact, expected)
 
 
@@ -150,8 +151,8 @@ def test_early_loads_do_not_disturb_the_first_gemm():
     tiles = tiles_of(ids, None, experts, scheme)
 
     def layer():
-        h = ops.weight_only_matmul(x, *w1, None, None, tiles, k, scheme, "silu")
-        return h, ops.weight_only_sum(h, *w2, None, weights, tiles, scheme)
+        h = stored_product(ops, x, *w1, None, None, tiles, k, scheme, "silu")
+        return h, stored_sum(ops, h, *w2, None, weights, tiles, scheme)
 
     layer()
     graph, results = capture(layer)

@@ -12,14 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import UNDER_FP8
 from planning import problem_of_call
+from products import weight_of
 from sum_calls import one_token
+from torch.utils._pytree import tree_map_only
 
 from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import DECODE_SUM
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.align import plan_slots
-from moe_ops.reference.gemm_sum import gemm_sum as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.testing import assert_matches_reference
 
@@ -37,20 +39,19 @@ if INTERPRETED:
 
 def summed(rows, q, bias, weights, tiles, scheme, dtype=BF16):
     """The operator's result; in the interpreter, that of Hopper's kernel."""
-    head = (*rows, q.data, q.scale, bias, weights)
     if not INTERPRETED:
         device = "cuda" if HAS_CUDA else "cpu"
-        *head, factor = (None if t is None else t.to(device) for t in (*head, q.global_scale))
-        tiles = [None if t is None else t.to(device) for t in tiles]
-        return ops.gemm_sum(*head, tiles, scheme, dtype, w_global_scale=factor).cpu()
+        head = tree_map_only(torch.Tensor, lambda t: t.to(device), (*rows, weight_of(q, bias)))
+        weights, *tiles = (None if t is None else t.to(device) for t in (weights, *tiles))
+        return ops.expert_product_sum(*head, weights, tiles, scheme, dtype).cpu()
     problem = problem_of_call(
-        "gemm_sum", a=rows[0], a_scale=rows[1], w=q.data, w_scale=q.scale, topk_weights=weights,
-        tiles=tiles, scheme=scheme, out_dtype=dtype, boxes=True,
+        "expert_product_sum", a=rows[0], a_scale=rows[1], w=q.data, w_scale=q.scale,
+        topk_weights=weights, tiles=tiles, scheme=scheme, out_dtype=dtype, boxes=True,
     )  # fmt: skip
     plan = plan_gemm(problem, NO_GPU)
     assert plan.kernel == DECODE_SUM and plan.quantizes_rows == (rows[1] is None)
     out = torch.full((1, q.data.shape[1]), torch.nan, dtype=dtype)
-    operands = GemmOperands(rows[0], q.data, Tiles(*tiles), bias, weights, rows[1], *q[1:])
+    operands = GemmOperands(*rows, weight_of(q, bias), weights, Tiles(*tiles))
     with interpreted():
         DecodeJobs(problem, plan)(out, operands)
     return out
@@ -83,8 +84,8 @@ def check(scheme, k=4, n=128, kk=192, *, bias=True, scaled=True, holes=False, lo
     factors = used.view(1, k).double()
     factors = factors if weights is None else factors * weights.double().nan_to_num()
     exact = exact.rounded(dtype).unflatten(1, k).weighted_sum(factors).rounded(dtype)
-    head = (data, scale, q.data, q.scale, added, weights, tiles, scheme, dtype)
-    assert_matches_reference(actual, exact, reference(*head, w_global_scale=q.global_scale))
+    head = (data, scale, weight_of(q, added), weights, tiles, scheme, dtype)
+    assert_matches_reference(actual, exact, reference.expert_product_sum(*head))
 
 
 @given(

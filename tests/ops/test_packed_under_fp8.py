@@ -17,6 +17,7 @@ from packed_weights import UNDER_FP8
 from pairwise import half_exhaustive
 from planning import problem_of_call
 from plans import ids_of, partly_full, planned, row_tile
+from products import scaled_product, weight_of
 from strategies import ACTIVATIONS
 
 from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
@@ -26,7 +27,7 @@ from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import DECODE_SLOT
 from moe_ops.dispatch.tiles import ROW_TILES
-from moe_ops.reference import scaled_gemm as reference
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
@@ -51,18 +52,18 @@ def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, progra
     if not INTERPRETED:
         device = "cuda" if HAS_CUDA else "cpu"
         head = (None if t is None else t.to(device) for t in head)
-        return ops.scaled_matmul(*head, [*plans.on(tiles, device)], *tail).cpu()
-    out = torch.full_like(reference.scaled_matmul(*head, [*tiles], *tail), torch.nan)
+        return scaled_product(ops, *head, [*plans.on(tiles, device)], *tail).cpu()
+    out = torch.full_like(scaled_product(reference, *head, [*tiles], *tail), torch.nan)
     if len(out) == 0:
         return out  # nothing is launched
     problem = problem_of_call(
-        "scaled_matmul", a=rows[0], a_scale=rows[1], w=q.data, w_scale=q.scale, tiles=tiles,
+        "expert_product", a=rows[0], a_scale=rows[1], w=q.data, w_scale=q.scale, tiles=tiles,
         top_k=k, scheme=scheme, activation=activation, out_dtype=dtype, boxes=True,
     )  # fmt: skip
     plan = plan_gemm(problem, NO_GPU)
     assert BY_NAME[plan.kernel].fragments
     assert plan.quantizes_rows == (rows[1] is None)
-    operands = GemmOperands(rows[0], q.data, tiles, bias, None, rows[1], *q[1:])
+    operands = GemmOperands(*rows, weight_of(q, bias), None, tiles)
     with interpreted(None if plan.kernel == DECODE_SLOT else programs):
         launcher(BY_NAME[plan.kernel])(problem, plan)(out, operands)
     return out
@@ -93,7 +94,7 @@ def check(problem, scheme, activation="", *, stored=True, tile=None, direct=Fals
             packed.global_scale is None or packed.global_scale[e].fill_(torch.nan)
         actual = matmul(rows, packed, bias, *call, dtype=dtype)
         head = (data, scale, q.data, q.scale, q.global_scale, bias, [*tiles])
-        expected = reference.scaled_matmul(*head, k, scheme, dtype, activation)
+        expected = scaled_product(reference, *head, k, scheme, dtype, activation)
     mine = local >= 0
     assert_matches_reference(actual[mine], exact.rounded(dtype)[mine], expected[mine])
 
@@ -141,7 +142,7 @@ def test_tiles_that_are_partly_full(tile):
         actual = matmul((data, scale), packed, None, tiles, 1, scheme, programs=5)
         later = matmul((x, None), packed, None, tiles, 1, scheme, programs=5)
         head = (data, scale, q.data, q.scale, q.global_scale, None, [*tiles])
-        expected = reference.scaled_matmul(*head, 1, scheme, BF16)
+        expected = scaled_product(reference, *head, 1, scheme, BF16)
     assert_matches_reference(actual, exact.rounded(BF16), expected)
     assert torch.equal(actual, later)
 
@@ -184,7 +185,7 @@ def test_small_and_large_numbers(scheme, magnitude):
             tiles = planned(ids, None, len(w), scheme)
             actual = matmul((data, scale), pack_weight(q, scheme), None, tiles, 2, scheme)
             head = (data, scale, q.data, q.scale, q.global_scale, None, [*tiles])
-            expected = reference.scaled_matmul(*head, 2, scheme, BF16)
+            expected = scaled_product(reference, *head, 2, scheme, BF16)
         assert_matches_reference(actual, exact.rounded(BF16), expected)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from modular import setup
 from operator_samples import symbolic_tokens
 from plans import planned, the_plain_kernel
+from products import scaled_product
 from strategies import DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -77,7 +78,7 @@ class Case:
         """The GEMM of rows; of slots that are not skipped."""
         how = (self.ids.shape[1], self.scheme.name, self.dtype, self.activation or "")
         tiles = (self.tiles, *how, self.batch_invariant)
-        return ops.scaled_matmul(rows, scale, *self.weight, *tiles)[self.mine]
+        return scaled_product(ops, rows, scale, *self.weight, *tiles)[self.mine]
 
     def in_steps(self):
         """Quantize, then multiply."""
@@ -278,7 +279,7 @@ def test_nobody_asks_for_the_number_of_tokens(unbacked):
         space = SlotRows(Tiles(plan, ids), E)
         rows = quantized(x, None, ExpertWeight(w), space, scheme, 4)
         how = ([plan, ids, None], 4, "fp8_block128", torch.float32)
-        out = ops.scaled_matmul(*rows, w, w_scale, None, None, *how)
+        out = scaled_product(ops, *rows, w, w_scale, None, None, *how)
     assert rows.data is x and rows.scale is None and not env.guards
     assert out.shape[1:] == (64,)
 

@@ -11,9 +11,10 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
+from products import scaled_product  # noqa: E402
 
 from moe_ops.dispatch.device import Device  # noqa: E402
-from moe_ops.kernels import scaled_gemm
+from moe_ops.kernels import expert_product
 from moe_ops.kernels._gemm import scaled_slot
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
@@ -31,7 +32,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(scaled_gemm, scaled_slot)
+    aot.forget_kernels(expert_product, scaled_slot)
 
 
 def launch_layer(name, shape, dtype):
@@ -49,8 +50,8 @@ def launch_layer(name, shape, dtype):
             how = (tiles, top_k // rows, name, dtype)
             return (empty(rows, k, dtype=dtype), scale, w, scales, None, None, *how)
 
-        scaled_gemm.scaled_matmul(*operands(1, 2 * width, hidden), "silu")
-        scaled_gemm.scaled_matmul(*operands(top_k, hidden, width))
+        scaled_product(expert_product, *operands(1, 2 * width, hidden), "silu")
+        scaled_product(expert_product, *operands(top_k, hidden, width))
 
     return launch
 

@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_samples import symbolic_tokens
 from plans import bias_of, on, planned, row_tile, whole_numbers
+from products import scaled_product
 from strategies import ACTIVATIONS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_ops import ops
 from moe_ops.dispatch.tiles import ROW_TILES
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference import quantize
-from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
@@ -64,12 +65,12 @@ class Case:
     def run(self, activation="", dtype=torch.bfloat16, **changes):
         """The operator where it runs, with operands changed by name."""
         with self.row_tile():
-            return ops.scaled_matmul(*self.arguments(self.device, dtype, changes), activation)
+            return scaled_product(ops, *self.arguments(self.device, dtype, changes), activation)
 
     def expected(self, activation="", dtype=torch.bfloat16, **changes):
         """The reference on the CPU."""
         with self.row_tile():
-            return reference.scaled_matmul(*self.arguments("cpu", dtype, changes), activation)
+            return scaled_product(reference, *self.arguments("cpu", dtype, changes), activation)
 
     def arguments(self, device, dtype, changes):
         operands = {"a": self.q, "a_scale": self.scale, "w": self.w, "w_scale": self.w_scale}
@@ -210,8 +211,11 @@ def test_one_row_scale_for_each_expert(scheme, device):
 
 def test_a_scheme_without_scales(device):
     case = Case("fp8_channel", device)
-    for case.scheme in ("unquantized", "fp8_w8a16"):
-        with pytest.raises(ValueError, match="quantize activations and weights"):
+    for case.scheme, rule in (
+        ("unquantized", "w_scale must be None for scheme unquantized"),
+        ("fp8_w8a16", "a_scale must be None for scheme fp8_w8a16"),
+    ):
+        with pytest.raises(ValueError, match=rule):
             case.run()
 
 
@@ -227,10 +231,10 @@ def test_fakes_add_no_guard_on_the_tokens(unbacked):
         plan = [ops.plan_slots(ids, None, 4, "int8_block32", torch.float16), ids, None]
         first, second = ((plan, k, "int8_block32", torch.float16) for k in (3, 1))
         rows = (x, scale, w1, torch.empty(4, 3, 2), None, None, *first)
-        h = ops.scaled_matmul(*rows, "silu")
+        h = scaled_product(ops, *rows, "silu")
         quant = get_scheme("int8_block32").activation
         q, q_scale = ops.moe_quantize(h, None, None, None, None, 4, quant.key)
-        y = ops.scaled_matmul(q, q_scale, w2, torch.empty(4, 2, 2), None, None, *second)
+        y = scaled_product(ops, q, q_scale, w2, torch.empty(4, 2, 2), None, None, *second)
     assert not env.guards
     assert h.shape[1:] == q.shape[1:] == (48,) and q_scale.shape[1:] == (2,)
     assert y.view(tokens, 3, 64).dtype == h.dtype == torch.float16

@@ -14,9 +14,10 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
+from products import scaled_product  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
-from moe_ops.kernels import align, quantize, scaled_gemm
+from moe_ops.kernels import align, expert_product, quantize
 from moe_ops.kernels._gemm import scaled as scaled_tile  # noqa: E402
 from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
@@ -28,7 +29,7 @@ SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel", "int8_bl
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(align, quantize, scaled_gemm, scaled_tile)
+    aot.forget_kernels(align, expert_product, quantize, scaled_tile)
 
 
 def launch_layer(
@@ -51,8 +52,8 @@ def launch_layer(
 
         with row_tile(tile):
             how = (aot_launches.slot_plan(ids, experts, scheme), 1, scheme, torch.bfloat16)
-            scaled_gemm.scaled_matmul(*operands(2 * width, hidden), *how, activation)
-            scaled_gemm.scaled_matmul(*operands(hidden, width), *how)
+            scaled_product(expert_product, *operands(2 * width, hidden), *how, activation)
+            scaled_product(expert_product, *operands(hidden, width), *how)
 
     return launch
 

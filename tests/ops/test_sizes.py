@@ -3,6 +3,8 @@
 In the interpreter every access of what runs is checked.
 """
 
+from collections import Counter
+
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from moe_ops import ops
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.ops import STAGES
+from moe_ops.tensors import ExpertWeight
 
 pytestmark = pytest.mark.kernel
 
@@ -31,15 +34,25 @@ def resized(x):
 
 def changed(qualified, device):
     """A sample of an operator with one tensor of another size, and what shall be written."""
-    for call in called(qualified, device)[: 1 if INTERPRETED else 3]:
+    for call in of_each_scheme(called(qualified, device), 1 if INTERPRETED else 3):
         extra = keywords(qualified, tuple(call.values()))
         for name, x in call.items():
             if torch.is_tensor(x):
                 for other in resized(x):
                     yield {**call, name: other}, extra
-        for at, x in enumerate(call.get("tiles", ())):
-            for other in () if x is None else resized(x):
-                yield {**call, "tiles": replaced(call["tiles"], at, other)}, extra
+        for name in ("tiles", "weight"):
+            for at, x in enumerate(call.get(name, ())):
+                for other in () if x is None else resized(x):
+                    yield {**call, name: replaced(call[name], at, other)}, extra
+
+
+def of_each_scheme(calls, count):
+    """The first calls of each scheme; without one, the first calls."""
+    schemes = Counter()
+    for call in calls:
+        schemes[call.get("scheme")] += 1
+        if schemes[call.get("scheme")] <= count:
+            yield call
 
 
 def replaced(values, at, other):
@@ -74,9 +87,9 @@ WRONG = {
     "moe_quantize": ("scale", "topk_weights"),
     "activation_quantize": ("x",),
     "batched_quantize": ("expert_num_tokens",),
-    "expert_matmul": ("a", "w", "bias", "topk_weights"),
-    "scaled_matmul": ("a", "a_scale", "w", "w_scale", "bias"),
-    "weight_only_matmul": ("a", "w", "w_scale", "bias", "topk_weights"),
+    "expert_product": (
+        "a", "a_scale", "weight.data", "weight.scale", "weight.bias", "topk_weights",
+    ),
     "moe_fused_mul_sum": ("inputs", "topk_weights"),
     "moe_unpermute": ("topk_weights", "inv_permuted_idx"),
     "order_columns": ("x", "topk_ids"),
@@ -84,18 +97,27 @@ WRONG = {
     "hash_topk": ("input_ids",),
     "adjust_routing": ("topk_weights", "topk_ids", "per_expert_scale", "is_padding"),
     "eplb_map_to_physical_and_record": ("logical_to_physical_map", "logical_replica_count"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("qualified", "name"), [(q, n) for q, names in WRONG.items() for n in names]
 )
 def test_fewer_rows_than_the_others_have(qualified, name, device):
-    several = [call for call in called(qualified, device) if call.get(name) is not None]
-    call = several[-1] if name == "scale" else several[0]
-    shorter = torch.cat([call[name]] * 2)[:3] if name == "scale" else call[name][:-1]
-    with pytest.raises(ValueError, match="must"):
-        overload(qualified)(**{**call, name: shorter})
+    name, _, field = name.partition(".")
+
+    def given(call):
+        return getattr(ExpertWeight(*call[name]), field) if field else call.get(name)
+
+    several = [call for call in called(qualified, device) if given(call) is not None]
+    several = several[-1:] if name == "scale" else of_each_scheme(several, 1)
+    for call in several:
+        x = given(call)
+        shorter = torch.cat([x] * 2)[:3] if name == "scale" else x[:-1]
+        if field:
+            shorter = ExpertWeight(*call[name])._replace(**{field: shorter})
+        with pytest.raises(ValueError, match="must"):
+            overload(qualified)(**{**call, name: shorter})
 
 
 TILED = [q for q in STAGES if "tiles" in [a.name for a in overload(q)._schema.arguments]]
@@ -116,8 +138,8 @@ def test_a_plan_of_another_length(qualified, device):
 
 def few_slots(call):
     """Whether a GEMM is told its tiles by the ids of few slots, and reads no plan."""
-    ids = call["tiles"][1]
-    return ids is not None and is_direct(ids.numel(), call.get("num_experts") or len(call["w"]))
+    ids, weight = call["tiles"][1], call.get("weight") or [call.get("w")]
+    return ids is not None and is_direct(ids.numel(), call.get("num_experts") or len(weight[0]))
 
 
 @pytest.mark.parametrize("qualified", TILED)
@@ -158,7 +180,7 @@ NUMBERS = {
     "plan_slots": "num_experts", "topk_plan": "num_local_experts",
     "count_expert_num_tokens": "num_local_experts", "plan_batched": "max_num_tokens",
     "plan_permuted": "num_rows", "moe_permutation": "num_local_experts", "gather_rows": "top_k",
-    "batched_dispatch": "max_num_tokens", "batched_rows": "first_expert", "expert_matmul": "top_k",
+    "batched_dispatch": "max_num_tokens", "batched_rows": "first_expert", "expert_product": "top_k",
 }  # fmt: skip
 
 

@@ -18,9 +18,10 @@ triton = pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import H200, launch_hopper_layer, launch_packed_layer, packed  # noqa: E402
+from products import stored_product, stored_sum  # noqa: E402
 from token_layers import Layer  # noqa: E402
 
-from moe_ops.kernels import symmetric, symmetric_batched, weight_only_gemm  # noqa: E402
+from moe_ops.kernels import expert_product, symmetric, symmetric_batched  # noqa: E402
 from moe_ops.windows import FAILED  # noqa: E402
 
 pytestmark = [
@@ -62,8 +63,8 @@ def packed_token(empty):
     w1, w2 = (packed(empty, scheme, *sizes, BF16) for sizes in ((2 * k, n), (n, k)))
     tiles, weights = [None, ids, None], empty(1, slots, dtype=F32)
     rows = (x, *w1, empty(128, 2 * k), None, tiles, slots, scheme, "silu")
-    weight_only_gemm.weight_only_matmul(*rows)
-    weight_only_gemm.weight_only_sum(h, *w2, empty(128, n), weights, tiles, scheme)
+    stored_product(expert_product, *rows)
+    stored_sum(expert_product, h, *w2, empty(128, n), weights, tiles, scheme)
 
 
 def token(empty):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import problem_of_call
 from plans import ids_of, planned, row_tile
+from products import plain_product
 from strategies import topk_ids
 from tuned_entries import entry, own, record
 from tuned_entries import layer as read
@@ -35,7 +36,7 @@ from moe_ops.dispatch.tiles import (
 )
 from moe_ops.dispatch.tuned_file import written
 from moe_ops.pipeline.devices import TARGETS
-from moe_ops.reference import expert_gemm as reference
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import Tiles
@@ -148,8 +149,8 @@ def test_products(counts, portable_only, weight_dtype, activation, device):
     exact = exact_rows(x, w, bias, inputs, ids, 2)
     with row_tile(192, portable_only=portable_only):
         there, here = (planned(i, None, len(counts)) for i in (ids.to(device), ids))
-        actual = ops.expert_matmul(*on, [*there], 2, activation or "")
-        expected = reference.expert_matmul(x, w, bias, inputs, here, 2, activation or "")
+        actual = plain_product(ops, *on, [*there], 2, activation or "")
+        expected = plain_product(reference, x, w, bias, inputs, here, 2, activation or "")
     if rule is not None:
         exact = exact.activated(rule)
     compare(actual, exact, expected, ids, len(counts))
@@ -180,7 +181,7 @@ def test_tall_tiles_that_nobody_asked_for(tokens, device):
     for tile in (64, 192):
         with row_tile(tile):
             tiles = [ops.plan_slots(ids, None, 32, *DENSE), ids, None]
-            made.append(ops.expert_matmul(x, w, None, None, tiles, 2, "silu"))
+            made.append(plain_product(ops, x, w, None, None, tiles, 2, "silu"))
     real = local_experts(ids, None, 32).flatten() >= 0
     assert torch.equal(made[0][real], made[1][real])
 
@@ -201,12 +202,12 @@ def test_portable_kernels_sort_the_slots_again(activation, transposed, device):
     given = ids.to(device), expert_map.to(device)
     with row_tile(192):
         tiles = [ops.plan_slots(*given, experts, *DENSE), *given]
-        actual = ops.expert_matmul(*rows, tiles, 2, activation)
+        actual = plain_product(ops, *rows, tiles, 2, activation)
         order = torch.zeros(ids.numel(), n, dtype=x.dtype, device=device)
         if activation:
-            order = ops.expert_matmul(*rows, tiles, 2, activation, True)
+            order = plain_product(ops, *rows, tiles, 2, activation, True)
     cut = Tiles(plan_slots(ids, expert_map, experts, *DENSE), ids, expert_map)
-    expected = reference.expert_matmul(x, w, bias, weights, cut, 2, activation)
+    expected = plain_product(reference, x, w, bias, weights, cut, 2, activation)
     if activation:
         exact = exact.activated(formula(activation))
         held = local_experts(ids, expert_map, experts).flatten()
@@ -223,7 +224,7 @@ def test_a_plan_for_portable_kernels(known, rows, monkeypatch):
     with row_tile(192, H200):
         plan = plan_slots(ids, None, 8, *DENSE)
         tiles = [plan, ids if known else None, None]
-        problem = problem_of_call("expert_matmul", a=x, w=w, tiles=tiles, top_k=2, boxes=False)
+        problem = problem_of_call("expert_product", a=x, w=w, tiles=tiles, top_k=2, boxes=False)
         found = plan_gemm(problem, H200)
     assert found.config.block_m == rows
     entries = plan_sizes(ids.numel(), 8, one_row_tile(128)).entries

@@ -18,7 +18,7 @@ from sum_calls import SumCall  # noqa: E402
 from token_layers import Layer, promised  # noqa: E402
 
 from moe_ops.dispatch.hopper import LEAST_TOKEN_STAGES  # noqa: E402
-from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm, weight_and_reduce
+from moe_ops.kernels import expert_product, weight_and_reduce
 from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.kernels._hopper import token as hopper_token
 from moe_ops.kernels._hopper import token_gemm, token_sizes
@@ -55,7 +55,7 @@ HALF = 228 * 1024 // 2 - 1024
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(expert_gemm, hopper_stream, hopper_token, scaled_gemm, weight_and_reduce)
+    aot.forget_kernels(expert_product, hopper_stream, hopper_token, weight_and_reduce)
 
 
 def names(kernels):
@@ -266,12 +266,13 @@ def test_it_does_not_read_copies_early(name):
         layer = Layer(empty, SHAPES["odd"], "fp8_block128", mapped=True)
         given = SumCall(*layer.sum_arguments())
         plan, ids, expert_map = given.tiles
-        copied = {"w_scale": given.w_scale, "topk_ids": ids, "expert_map": expert_map}
+        copied = {"w_scale": given.weight.scale, "topk_ids": ids, "expert_map": expert_map}
         x = copied[name]
         copied[name] = empty(*x.shape, 2, dtype=x.dtype).select(-1, 0)
         tiles = [plan, copied["topk_ids"], copied["expert_map"]]
+        weight = given.weight._replace(scale=copied["w_scale"])
         with mock.patch.object(token_gemm, "dense_vectors", copy), promised(True):
-            gemm_sum.gemm_sum(*given._replace(w_scale=copied["w_scale"], tiles=tiles))
+            expert_product.expert_product_sum(*given._replace(weight=weight, tiles=tiles))
 
     (kernel,) = aot.compile_launch(90, run)
     assert kernel.metadata.name == SUM and not constants(kernel).EARLY

@@ -8,12 +8,13 @@ from gemm_rows import exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import bias_of, planned, row_tile, whole_numbers
+from products import stored_product, stored_sum
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import SCHEMES, dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import ROW_TILES
-from moe_ops.reference import weight_only_gemm as reference
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import QTensor, Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
@@ -43,8 +44,8 @@ def check(problem, q, scheme, device, activation=None, scaled=False, tile=None):
         rows = rows.activated(formula(activation))
     with row_tile(tile, portable_only=tile is not None):
         plan = planned(on(ids), on(expert_map), local, scheme)
-        actual = ops.weight_only_matmul(*map(on, head), [*plan], *tail)
-        expected = reference.weight_only_matmul(*head, plans.on(plan, "cpu"), *tail)
+        actual = stored_product(ops, *map(on, head), [*plan], *tail)
+        expected = stored_product(reference, *head, plans.on(plan, "cpu"), *tail)
     mine = local_experts(ids, expert_map, local) >= 0
     rows = rows.rounded(x.dtype)
     assert_matches_reference(actual.cpu()[mine], rows[mine], expected[mine])
@@ -166,7 +167,7 @@ def test_every_code_is_exact(scheme, dtype, device):
     )
     plan = planned(ids, None, 1, scheme)
     stored = (t if t is None else t.to(device) for t in q)
-    rows = ops.weight_only_matmul(x, *stored, None, None, [*plan], 1, scheme)
+    rows = stored_product(ops, x, *stored, None, None, [*plan], 1, scheme)
     assert torch.equal(rows.cpu().float().t(), dequantize_weight(q, scheme)[0])
 
 
@@ -188,7 +189,7 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
     rows = exact_rows(x, weight, bias, weights, ids, 2, stored=x.dtype).value
     plan = planned(ids.to(device), None, 3, scheme)
     given = (t if t is None else t.to(device) for t in (x, *q, bias, weights))
-    actual = ops.weight_only_matmul(*given, [*plan], 2, scheme)
+    actual = stored_product(ops, *given, [*plan], 2, scheme)
     assert torch.equal(actual.cpu(), rows.float().to(dtype))
 
 
@@ -199,21 +200,24 @@ def test_errors(device):
     q = quantize_weight(w, "int4_w4a16_g32")
     rest = (None, None, [*plan], 1)
     with pytest.raises(ValueError, match="w_scale must be a Tensor"):
-        ops.weight_only_matmul(x, q.data, None, None, None, *rest, "int4_w4a16_g32")
+        stored_product(ops, x, q.data, None, None, None, *rest, "int4_w4a16_g32")
     with pytest.raises(ValueError, match="w_zero_point must be None"):
-        ops.weight_only_matmul(x, q.data, q.scale, q.data, None, *rest, "int4_w4a16_g32")
+        stored_product(ops, x, q.data, q.scale, q.data, None, *rest, "int4_w4a16_g32")
     with pytest.raises(ValueError, match="w_global_scale must be None"):
-        ops.weight_only_matmul(x, q.data, q.scale, None, q.scale, *rest, "int4_w4a16_g32")
+        stored_product(ops, x, q.data, q.scale, None, q.scale, *rest, "int4_w4a16_g32")
     with pytest.raises(ValueError, match="w_global_scale must be a Tensor"):
-        ops.weight_only_matmul(x, q.data, q.scale, None, None, *rest, "nvfp4_w4a16")
+        stored_product(ops, x, q.data, q.scale, None, None, *rest, "nvfp4_w4a16")
     with pytest.raises(ValueError, match="w_zero_point must be a Tensor"):
-        ops.weight_only_matmul(x, q.data, q.scale, None, None, *rest, "int4_w4a16_g32_zp")
-    with pytest.raises(ValueError, match="scheme must quantize weights only"):
-        ops.weight_only_matmul(x, *q, *rest, "fp8_channel")
+        stored_product(ops, x, q.data, q.scale, None, None, *rest, "int4_w4a16_g32_zp")
+    with pytest.raises(TypeError, match="w must have dtype torch.uint8 for scheme int4_w4a16_g32"):
+        stored_product(ops, x, q.data.view(torch.int8), *q[1:], *rest, "int4_w4a16_g32")
+    q, weights = quantize_weight(w, "fp8_channel"), torch.ones(3, 1, device=device)
+    with pytest.raises(ValueError, match="topk_weights must be None for scheme fp8_channel, whose"):
+        stored_product(ops, x, *q, None, weights, *rest[2:], "fp8_channel")
 
 
 def one_of_each(scheme, tokens, device, dtype=torch.bfloat16):
-    """Arguments of `ops.weight_only_sum`."""
+    """Arguments of `stored_sum`."""
     x, w, _, weights, ids, expert_map, bias, _ = make_inputs(
         gemm_problem(tokens, 2, 128, 96, dtype, has_bias=True, routing="holes", num_local_experts=3)
     )
@@ -230,19 +234,19 @@ def one_of_each(scheme, tokens, device, dtype=torch.bfloat16):
 def test_sum_is_that_of_the_products(scheme, tokens, device):
     """Bit by bit: plain weights have no kernel that also sums."""
     h, *q, bias, weights, tiles, _ = given = one_of_each(scheme, tokens, device)
-    rows = ops.weight_only_matmul(h, *q, bias, None, tiles, 1, scheme)
+    rows = stored_product(ops, h, *q, bias, None, tiles, 1, scheme)
     expected = ops.moe_fused_mul_sum(rows, weights, *tiles[1:], None, len(q[0]))
-    actual = ops.weight_only_sum(*given)
+    actual = stored_sum(ops, *given)
     assert actual.shape == (tokens, 96) and torch.equal(actual, expected)
 
 
 def test_errors_of_the_sum():
     h, *q, bias, weights, tiles, scheme = one_of_each("int8_w8a16", 1, "cpu")
     with pytest.raises(ValueError, match=r"tiles\[1\] must be topk_ids, got None"):
-        ops.weight_only_sum(h, *q, bias, weights, [tiles[0], None, None], scheme)
+        stored_sum(ops, h, *q, bias, weights, [tiles[0], None, None], scheme)
     with pytest.raises(ValueError, match="w_scale must be a Tensor for scheme int8_w8a16"):
-        ops.weight_only_sum(h, q[0], None, *q[2:], bias, weights, tiles, scheme)
-    with pytest.raises(ValueError, match="scheme must quantize weights only, got 'fp8_channel'"):
-        ops.weight_only_sum(h, *q, bias, weights, tiles, "fp8_channel")
+        stored_sum(ops, h, q[0], None, *q[2:], bias, weights, tiles, scheme)
+    with pytest.raises(TypeError, match="w must have dtype torch.float8_e4m3fn for scheme fp8_ch"):
+        stored_sum(ops, h, *q, bias, weights, tiles, "fp8_channel")
     with pytest.raises(ValueError, match="topk_weights"):
-        ops.weight_only_sum(h, *q, bias, weights[:, :1], tiles, scheme)
+        stored_sum(ops, h, *q, bias, weights[:, :1], tiles, scheme)

@@ -151,12 +151,12 @@ def test_each_alone(names, on_input, device):
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (("hidden_states",), {"expert_matmul": 2, "moe_activation_backward": 1,
+        (("hidden_states",), {"expert_product": 2, "moe_activation_backward": 1,
                               "moe_fused_mul_sum": 1}),
         (("w2",), {"activation": 1, "expert_wgrad": 1}),
-        (("w1",), {"expert_matmul": 1, "moe_activation_backward": 1, "expert_wgrad": 1}),
-        (("topk_weights",), {"expert_matmul": 1, "moe_activation_backward": 1}),
-        (("w1_bias",), {"expert_matmul": 1, "moe_activation_backward": 1, "expert_bias_grad": 1}),
+        (("w1",), {"expert_product": 1, "moe_activation_backward": 1, "expert_wgrad": 1}),
+        (("topk_weights",), {"expert_product": 1, "moe_activation_backward": 1}),
+        (("w1_bias",), {"expert_product": 1, "moe_activation_backward": 1, "expert_bias_grad": 1}),
         (("w2_bias",), {"expert_bias_grad": 1}),
     ],
 )  # fmt: skip

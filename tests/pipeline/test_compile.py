@@ -124,8 +124,8 @@ def test_the_graph_shows_every_stage(device):
         for name in (
             "fused_topk",
             "plan_slots",
-            "expert_matmul",
-            "expert_matmul",
+            "expert_product",
+            "expert_product",
             "moe_fused_mul_sum",
         )
     ]

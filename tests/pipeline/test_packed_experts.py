@@ -8,6 +8,7 @@ from modular import build_experts, build_prepare
 from packed_weights import MORE, PACKABLE, UNDER_FP8
 from planning import problem_of_call
 from plans import planned
+from products import scaled_product, stored_product, weight_of
 
 import moe_ops
 from moe_ops import FusedMoEQuantConfig, ops, pack_weight, packs, quantize_weight
@@ -175,9 +176,15 @@ def operator_call(scheme="int4_w4a16_g32_zp", n=128, k=192):
     return [inputs.hidden_states, *w, None, None, [*plan], 2, scheme]
 
 
+def as_arguments(x, *given):
+    """The arguments of `ops.expert_product` for those of `stored_product`."""
+    *q, bias, weights, tiles, top_k, scheme = given
+    return x, None, weight_of(q, bias), weights, tiles, top_k, scheme, x.dtype
+
+
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "fp8_w8a16"])
 def test_opcheck(scheme):
-    torch.library.opcheck(ops.weight_only_matmul, operator_call(scheme))
+    torch.library.opcheck(ops.expert_product, as_arguments(*operator_call(scheme)))
 
 
 @pytest.mark.parametrize("scheme", UNDER_FP8)
@@ -187,19 +194,21 @@ def test_operators_that_quantize_rows(scheme):
     w = (w[0], w[1], w[3])  # without zero points
     rows = ops.moe_quantize(x, None, None, None, None, 3, get_scheme(scheme).activation.key)
     tail = (None, tiles, top_k, scheme, torch.bfloat16)
-    expected = ops.scaled_matmul(*rows, *w, *tail)
-    assert torch.equal(ops.scaled_matmul(x, None, *w, *tail), expected)
+    expected = scaled_product(ops, *rows, *w, *tail)
+    assert torch.equal(scaled_product(ops, x, None, *w, *tail), expected)
     with pytest.raises(ValueError, match="a must be rows as scheme .* got rows of dtype"):
-        ops.scaled_matmul(x, rows[1], *w, *tail)
+        scaled_product(ops, x, rows[1], *w, *tail)
     with pytest.raises(ValueError, match="a_scale must be given with rows of dtype"):
-        ops.scaled_matmul(rows[0], None, *w, *tail)
+        scaled_product(ops, rows[0], None, *w, *tail)
     ids = torch.tensor([[0, 2]], dtype=torch.int32)
     tiles = [ops.plan_slots(ids, None, 3, scheme, torch.bfloat16), ids, None]
-    call = (x[:2], None, *w[:2], None, None, tiles, scheme, torch.bfloat16, False, False, w[2])
-    assert ops.gemm_sum(*call).any()
+    weight = ExpertWeight(w[0], None, w[1], None, w[2])
+    call = (x[:2], None, weight, None, tiles, scheme, torch.bfloat16)
+    assert ops.expert_product_sum(*call).any()
     if w[1].dtype == torch.uint8:  # opcheck does not take fp8
-        torch.library.opcheck(ops.scaled_matmul, (x, None, *w, *tail))
-        torch.library.opcheck(ops.gemm_sum, call)
+        given = (x, None, weight, None, tail[1], top_k, scheme, torch.bfloat16)
+        torch.library.opcheck(ops.expert_product, given)
+        torch.library.opcheck(ops.expert_product_sum, call)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +226,7 @@ def test_operator_refuses(which, change, error, message):
     if which == 1 and call[1].shape[1] == 72:
         call[2], call[3] = call[2][:, :, :72], call[3][:, :, :36]
     with pytest.raises(error, match=message):
-        ops.weight_only_matmul(*call)
+        stored_product(ops, *call)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -228,9 +237,9 @@ def test_plans(target, batch_invariant):
     a, w, w_scale, *_, tiles, top_k, scheme = operator_call()
     call = {"a": a, "w_scale": w_scale, "tiles": tiles, "top_k": top_k, "scheme": scheme}
     call["batch_invariant"] = batch_invariant
-    problem = problem_of_call("weight_only_matmul", w=w, **call)
+    problem = problem_of_call("expert_product", w=w, **call)
     assert problem.packed and problem.weight == (3, 128, 192)
-    plain = problem_of_call("weight_only_matmul", w=w.view(torch.uint8), **call)
+    plain = problem_of_call("expert_product", w=w.view(torch.uint8), **call)
     assert not plain.packed and plain.weight == problem.weight
     message = f"w must be in the plain form .*sm_{facts.arch}, got {scheme} in the packed form"
     with pytest.raises(NotImplementedError, match=message):

@@ -14,11 +14,13 @@ pytest.importorskip("triton")
 from pairwise import cover
 from planning import problem_of_call as described
 from planning import problem_of_layer
+from products import weight_of
 
 import moe_ops
+from moe_ops import ops
 from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.operands import SETTINGS
+from moe_ops.dispatch.operands import GEMMS, SETTINGS
 from moe_ops.dispatch.row_tiles import gemm_rule, tile_rule
 from moe_ops.dispatch.tiles import plan_sizes
 from moe_ops.kernels._gemm import run
@@ -49,7 +51,8 @@ def launched_problem(name, arguments, keywords):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_ready", lambda problem, *rest: (found.append(problem), None))
         patch.setattr(run, "PREPARED", {})
-        getattr(import_module(f"moe_ops.kernels.{STAGES[name]}"), name)(*arguments, **keywords)
+        module = import_module(f"moe_ops.kernels.{STAGES[name]}")
+        getattr(module, name.replace(".", "_"))(*arguments, **keywords)
     return found[0]
 
 
@@ -62,7 +65,7 @@ class Problems(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        planned = problem_of_call(func, args, out)
+        planned = problem_of_call(func, args)
         if planned is not None:
             name = func.name().split("::")[1]
             self.found.append((name, planned, launched_problem(name, args, kwargs or {})))
@@ -199,20 +202,15 @@ def call_of(scheme, form, dtype, scale, operator, activation, rows, layout, mode
     plan = a.new_empty(plan_sizes(slots, experts, rule).entries, dtype=torch.int32)
     weights = None if ids is None or rows == "scaled" else ids.float()
     given = {
-        "a": a, "a_scale": a_scale, "w": w, "w_scale": q.scale, "w_zero_point": q.zero_point,
-        "w_global_scale": q.global_scale, "tiles": [plan, ids, None], "top_k": top_k,
-        "scheme": scheme, "activation": activation, "topk_weights": weights, "bias": None,
-        "out_dtype": None if known.weight is None else dtype, mode: True,
-        "out": a.new_empty(slots, n),
+        "a": a, "a_scale": a_scale, "weight": weight_of((w, *q[1:])), "tiles": [plan, ids, None],
+        "top_k": top_k, "scheme": scheme, "activation": activation, "topk_weights": weights,
+        "out_dtype": dtype, mode: True, "out": a.new_empty(slots, n),
     }  # fmt: skip
-    kind = (known.weight is not None) + (quant is not None)
-    names = {
-        "product": ("expert_matmul", "weight_only_matmul", "scaled_matmul"),
-        "sum": ("gemm_sum", "weight_only_sum", "gemm_sum"), "add": ("expert_matmul_add",),
-    }  # fmt: skip
-    func = getattr(torch.ops.moe_ops, names[operator][kind]).default
+    func = {
+        "product": ops.expert_product, "sum": ops.expert_product_sum, "add": ops.expert_product_out,
+    }[operator]  # fmt: skip
     if operator == "product" and weights is not None:
-        given["topk_weights"] = weights.flatten()
+        given["topk_weights"] = weights.flatten() if quant is None else None
     return func, {a.name: given[a.name] for a in func._schema.arguments if a.name in given}
 
 
@@ -227,18 +225,20 @@ def test_every_call_is_planned_as_it_is_launched():
         for name, planned, launched in problems.found:
             seen[name] += 1
             asked = launched.summed, launched.adds and not launched.boxes
-            if planned != launched or asked != (name.endswith("_sum"), name.endswith("_add")):
+            if planned != launched or asked != (name.endswith("_sum"), name.endswith(".out")):
                 wrong.append((name, row, planned, launched))
         wrong += [(row, "no plan")] * (not problems.found)
     assert not wrong, wrong[:3]
-    assert {*seen} == {*SETTINGS} and seen.total() > 120, seen
+    assert {*seen} == {*GEMMS} and seen.total() > 120, seen
 
 
 def test_settings_stand_as_the_schemas_say():
-    for name, settings in SETTINGS.items():
-        arguments = getattr(torch.ops.moe_ops, name).default._schema.arguments
+    for operator in (ops.expert_product, ops.expert_product_out, ops.expert_product_sum):
+        arguments = operator._schema.arguments
         others = [a.name for a in arguments if "Tensor" not in str(a.type)]
-        assert others == [*settings], name
+        assert others == [name for name in SETTINGS if name in others], operator
+        assert operator is not ops.expert_product or others == [*SETTINGS]
+        assert operator.name().split("::")[1] in GEMMS
 
 
 def layer_plans(scheme, weights, tokens):
@@ -322,13 +322,13 @@ def test_operands_that_no_kernel_reads():
     tiles = (None, None, None)
     rows = torch.empty(8, H + 8, dtype=BF16, device="meta")
     cases = [
-        (rows[:, :H], q.data, None, ""),
-        (rows[:, 1 : H + 1], q.data, None, "rows of a must begin at multiples of 16 bytes"),
-        (rows[:, :H].float(), q.data, None, "the result must be torch.bfloat16 or torch.float16"),
+        (rows[:, :H], q.data, ""),
+        (rows[:, 1 : H + 1], q.data, "rows of a must begin at multiples of 16 bytes"),
+        (rows[:, :H].float(), q.data, "the result must be torch.bfloat16 or torch.float16"),
     ]
-    for a, w, out_dtype, why in cases:
+    for a, w, why in cases:
         call = {"a": a, "w": w, "w_scale": q.scale, "tiles": tiles, "scheme": scheme}
-        problem = described("weight_only_matmul", **call, out_dtype=out_dtype)
+        problem = described("expert_product", **call)
         assert problem.unread.startswith(why) and bool(why) != problem.boxes, problem.unread
         if why:
             with pytest.raises(NotImplementedError, match=why):
@@ -340,8 +340,8 @@ def test_scratch_is_asked_with_the_scale():
     scheme = SCHEMES["int4_w4a16_g128"]
     w = forms(scheme, BF16)[1][1]
     a, ids = torch.empty(8, I, dtype=BF16, device="meta"), torch.empty(2, 4, device="meta").int()
-    rest = (w.zero_point, None, None, None, [ids.new_empty(64), ids, None], 1, scheme.key)
-    func = torch.ops.moe_ops.weight_only_matmul.default
-    assert scratch_sizes(func, (a, w.data, w.scale, *rest), a, H200) is not None
+    rest = (None, [ids.new_empty(64), ids, None], 1, scheme.key, a.dtype)
+    assert scratch_sizes(ops.expert_product, (a, None, weight_of(w), *rest), H200) is not None
+    wide = weight_of(w._replace(scale=w.scale.float()))
     with pytest.raises(NotImplementedError, match="w_scale must have the dtype of a"):
-        scratch_sizes(func, (a, w.data, w.scale.float(), *rest), a, H200)
+        scratch_sizes(ops.expert_product, (a, None, wide, *rest), H200)

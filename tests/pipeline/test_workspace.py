@@ -108,7 +108,7 @@ def test_rows_are_freed_after_the_first_gemm(scheme, on_input):
     """By `fused_experts` and by `FusedMoEKernel`, also rows that contain router weights."""
     problem = Problem(T, E, K, H, I, BF16, scheme=scheme, on_input=on_input)
     s = setup(problem, moe_ops.pipeline.TritonExperts)
-    alive, gemm = [], ops.scaled_matmul
+    alive, gemm = [], ops.expert_product
 
     def watched(a, *rest):
         alive.append([ref() is not None for ref in refs])
@@ -124,7 +124,7 @@ def test_rows_are_freed_after_the_first_gemm(scheme, on_input):
         refs = []
         alive.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "scaled_matmul", watched)
+            patch.setattr(ops, "expert_product", watched)
             run()
         assert alive == [[], [False]]
 

@@ -210,7 +210,7 @@ def test_profile_json(capsys, tmp_path):
     arguments = ["--tokens", "2", "--profile", "--json", "--output", str(tmp_path)]
     assert exit_code([*TINY, *arguments]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert {"align", "expert_gemm", "weight_and_reduce"} <= {s["stage"] for s in row["stages"]}
+    assert {"align", "expert_product", "weight_and_reduce"} <= {s["stage"] for s in row["stages"]}
     assert [path.name for path in tmp_path.glob("*/*.json")] == ["profile.json"]
 
 

@@ -99,7 +99,7 @@ def test_no_file_is_a_link():
 
 
 def test_stages_are_files_everywhere():
-    shared = {"__init__", "grouped", "slots"}
+    shared = {"__init__", "grouped", "products", "slots"}
     for folder in ("moe_ops/kernels", "moe_ops/reference", "fake_impls"):
         assert {p.stem for p in (ROOT / folder).glob("*.py")} - shared == set(STAGE_FILES)
 
@@ -131,7 +131,7 @@ LAYERS = {
     "moe_ops.fake_impls": 1, "moe_ops.support": 1, "moe_ops.loading": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.dispatch": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0,
-    "moe_ops.windows": 0, "moe_ops.brief": 0, "moe_ops.on_demand": 0,
+    "moe_ops.windows": 0, "moe_ops.retired": 0, "moe_ops.brief": 0, "moe_ops.on_demand": 0,
     "moe_ops.doctor": 7, "moe_ops.cli": 8, "moe_ops.__main__": 9,
 }  # fmt: skip
 """A package imports from its own layer or a lower one."""

@@ -6,27 +6,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moe_ops.tensors import AnyTiles
+from moe_ops.tensors import AnyTiles, ExpertWeight
 
 
 class GemmOperands(NamedTuple):
-    """Operands, bias, scales and tile plan of an expert GEMM."""
+    """Rows, weight and tile plan of an expert GEMM."""
 
     a: Tensor
     """``(R, K)``, contiguous along K."""
-    w: Tensor
-    """``(E, N, K)``, or as its scheme packs it."""
+    a_scale: Tensor | None
+    """Scales of stored rows, or the given scale for quantizing rows."""
+    weight: ExpertWeight
+    """Stored values ``(E, N, K)``, or as their scheme packs them, with bias ``(E, N)`` and scales.
+    """
+    topk_weights: Tensor | None
+    """One per slot; multiplies the slot's product before the bias is added."""
     tiles: AnyTiles
     """Plan, ``topk_ids`` and expert map."""
-    bias: Tensor | None = None
-    """``(E, N)``."""
-    topk_weights: Tensor | None = None
-    """One per slot; multiplies the slot's product before the bias is added."""
-    a_scale: Tensor | None = None
-    """Scales of stored rows, or the given scale for quantizing rows."""
-    w_scale: Tensor | None = None
-    w_zero_point: Tensor | None = None
-    w_global_scale: Tensor | None = None
     early: bool = False
     """Whether the kernel may read the routing, the weight and the weight's scales and zero points
     before the kernels before it end: see `moe_ops.kernels._runtime.dependent`."""
@@ -34,10 +30,10 @@ class GemmOperands(NamedTuple):
     @property
     def facts(self) -> tuple[Any, ...]:
         """A cache key: all that size checks and the choice of a kernel read of the operands."""
-        a, w, tiles, bias, weights, *scales, _ = self
+        a, a_scale, (w, bias, *scales), weights, tiles, _ = self
         found = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
         found += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))
         found += [None if x is None else x.shape for x in (bias, weights, *tiles)]
-        for x in scales:
+        for x in (a_scale, *scales):
             found += (None,) if x is None else (x.shape, x.dtype)
         return tuple(found)

@@ -44,6 +44,7 @@ MOST = 8192
 
 
 def call_gemm(
+    operator: str,
     given: GemmOperands,
     settings: tuple[Any, ...],
     empty: Callable[[], Tensor],
@@ -57,19 +58,20 @@ def call_gemm(
     once for calls that look alike.
 
     Args:
+        operator: one of `GEMMS`.
         given: the operands.
-        settings: the operator's name, its arguments in `SETTINGS`, and what else decides.
+        settings: the arguments in `SETTINGS`, and what else decides.
         empty: checks the sizes, and returns the result, not filled yet.
         config: tiles to use instead of those of the plan.
         out: the tensor to write to; None: a new one.
     """
     facts = device_facts(given.a.device)
-    key = (given.facts, settings, facts, config, tuned.TABLES)
+    key = (operator, given.facts, settings, facts, config, tuned.TABLES)
     known = PREPARED.get(key)
     if known is None:
         result = empty()
-        named = given._asdict() | dict(zip(SETTINGS[settings[0]], settings[1:], strict=False))
-        problem = problem_of(operands_of(settings[0], named, result.dtype))
+        named = given._asdict() | dict(zip(SETTINGS, settings, strict=False))
+        problem = problem_of(operands_of(operator, named))
         known = Prepared(result.shape, result.dtype, *_ready(problem, facts, config, tuned.TABLES))
         if len(PREPARED) >= MOST:
             PREPARED.clear()
@@ -89,7 +91,7 @@ def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant |
     if quant is not None:
         routing = given.tiles[1:]
         rows, scale = moe_quantize(
-            given.a, given.a_scale, None, *routing, given.w.shape[0], quant.key
+            given.a, given.a_scale, None, *routing, given.weight.data.shape[0], quant.key
         )
         given = given._replace(a=rows, a_scale=scale)
     kernel(out, given)
@@ -127,5 +129,5 @@ class SumAfter:
         product = out.new_empty(given.a.shape[0], out.shape[1])
         self.gemm(product, given._replace(topk_weights=None))
         _, topk_ids, expert_map = given.tiles
-        skipped = (topk_ids, expert_map, None, given.w.shape[0])
+        skipped = (topk_ids, expert_map, None, given.weight.data.shape[0])
         moe_fused_mul_sum_out(product, given.topk_weights, *skipped, out=out)

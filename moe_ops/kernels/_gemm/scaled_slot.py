@@ -163,10 +163,10 @@ class SlotGemm:
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """Launch one program per slot and tile of columns."""
-        a, w = given.a, given.w
-        scales = dense(given.a_scale), dense(given.w_scale)
+        a, w = given.a, given.weight.data
+        scales = dense(given.a_scale), dense(given.weight.scale)
         told = tile_arguments(given.tiles, out.shape[0], w.shape[0])
-        operands = (a, scales[0], w, scales[1], dense(given.bias), out)
+        operands = (a, scales[0], w, scales[1], dense(given.weight.bias), out)
         self.launch((self.programs,), *operands, *told, a.stride(0), *w.stride())
 
 

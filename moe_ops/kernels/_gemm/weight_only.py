@@ -226,19 +226,19 @@ class StoredGemm:
 
     def vectors(self, given: GemmOperands) -> tuple[Tensor | None, ...]:
         """The kernel's arguments between the weight's scales and the result."""
-        return given.w_global_scale, given.bias
+        return given.weight.global_scale, given.weight.bias
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
         given = self.viewed(given)
-        a, w, num_experts = given.a, given.w, given.w.shape[0]
+        a, w, num_experts = given.a, given.weight.data, given.weight.data.shape[0]
         variant = Variant.of(self.problem, given, self.scheme)
         _launch(type(self), variant, self.tiles)(
             (self.programs,),
             a,
             as_bytes(dense(given.a_scale)),
             w,
-            as_bytes(dense(given.w_scale)),
+            as_bytes(dense(given.weight.scale)),
             *map(dense, self.vectors(given)),
             out,
             *tile_arguments(given.tiles, out.shape[0], num_experts),
@@ -255,14 +255,17 @@ class DequantizeGemm(StoredGemm):
 
     def viewed(self, given: GemmOperands) -> GemmOperands:
         """View stored values as `entries`."""
-        given = given._replace(w=entries(given.w, self.scheme.weight))
+        weight = given.weight
+        data = entries(weight.data, self.scheme.weight)
+        given = given._replace(weight=weight._replace(data=data))
         if self.scheme.activation is not None:
             given = given._replace(a=entries(given.a, self.scheme.activation))
         return given
 
     def vectors(self, given: GemmOperands) -> tuple[Tensor | None, ...]:
         """The kernel's arguments between the weight's scales and the result."""
-        return given.w_zero_point, given.w_global_scale, given.bias, given.topk_weights
+        weight = given.weight
+        return weight.zero_point, weight.global_scale, weight.bias, given.topk_weights
 
 
 class Variant(NamedTuple):
@@ -286,12 +289,12 @@ class Variant(NamedTuple):
     @staticmethod
     def of(problem: GemmProblem, given: GemmOperands, scheme: Scheme) -> Variant:
         """The variant of a call."""
-        sizes, (num_experts, rows, _) = problem.sizes, given.w.shape
-        scale, factor = given.w_scale, given.w_global_scale
+        sizes, (num_experts, rows, _) = problem.sizes, given.weight.data.shape
+        scale, factor = given.weight.scale, given.weight.global_scale
         halves = 1 if factor is None else factor.numel() // num_experts
         shares = (rows_per_scale(scale, scheme.weight, rows), rows // halves)
         what = (sizes.n, sizes.k, problem.top_k, scheme, problem.activation)
-        words = (x.dtype == torch.uint16 for x in (given.w, given.a))
+        words = (x.dtype == torch.uint16 for x in (given.weight.data, given.a))
         return Variant(*what, *shares, *words)
 
     def weight_format(self, tiles: TileConfig) -> Format:

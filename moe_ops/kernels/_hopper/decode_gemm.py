@@ -258,19 +258,20 @@ class DecodeGemm:
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
         c = constants(self.problem, self.tiles, variant_of(self.problem, given))
-        told = tile_arguments(given.tiles, out.shape[0], given.w.shape[0])
+        weight, experts = given.weight, given.weight.data.shape[0]
+        told = tile_arguments(given.tiles, out.shape[0], experts)
         quant = get_scheme(self.problem.scheme).activation
-        words, scale = c.words.of(given.w), given.w_scale
+        words, scale = c.words.of(weight.data), weight.scale
         scales = c.scales.of(scale) if c.STAGE_GROUPS else None
-        zeros = c.zeros.of(given.w_zero_point) if c.ZERO_BYTES else None
+        zeros = c.zeros.of(weight.zero_point) if c.ZERO_BYTES else None
         boxes = words, scales, zeros
         bias, weights, factor, scale = dense_vectors(
-            given.bias, given.topk_weights, given.w_global_scale, scale
+            weight.bias, given.topk_weights, weight.global_scale, scale
         )
         added, factors = (bias, weights), (factor, scale)
         processors = device_facts(out.device).processors
         if self.tiles.kernel == DECODE_FEW:
-            most = max_row_tiles(out.shape[0], given.w.shape[0], c.BLOCK_M) * c.NUM_N
+            most = max_row_tiles(out.shape[0], experts, c.BLOCK_M) * c.NUM_N
             programs = min(c.CTAS * processors, most)
             rows, row_scale = wide(given, quant)
             c.few(
@@ -306,14 +307,14 @@ def wide(given: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | Non
     if given.a.dtype == quant.dtype:
         return given.a.to(torch.bfloat16), dense(given.a_scale)
     _, topk_ids, expert_map = given.tiles
-    return wide_rows(given.a, topk_ids, expert_map, given.w.shape[0], quant)
+    return wide_rows(given.a, topk_ids, expert_map, given.weight.data.shape[0], quant)
 
 
 def variant_of(problem: GemmProblem, given: GemmOperands) -> Variant:
     """The `Variant` of a GEMM's operands."""
-    rows, factor = problem.weight[1], given.w_global_scale
+    rows, factor = problem.weight[1], given.weight.global_scale
     quant = get_scheme(problem.scheme).weight
-    scale_rows = rows_per_scale(given.w_scale, quant, rows)
-    global_rows = 0 if factor is None else rows // (factor.numel() // given.w.shape[0])
+    scale_rows = rows_per_scale(given.weight.scale, quant, rows)
+    global_rows = 0 if factor is None else rows // (factor.numel() // given.weight.data.shape[0])
     half = given.a.dtype == torch.float16 and get_scheme(problem.scheme).activation is None
     return Variant(half, scale_rows, global_rows)

@@ -108,10 +108,11 @@ class DecodeJobs:
 
         The sum is ``out = sum_j weights[j] * round(a[j] @ dequantized(w[e]).T + bias[e])``.
         """
-        w, scale, zeros = given.w, dense(given.w_scale), dense(given.w_zero_point)
+        weight = given.weight
+        w, scale, zeros = weight.data, dense(weight.scale), dense(weight.zero_point)
         _, topk_ids, expert_map = given.tiles
         groups = scale.shape[1] if scale.ndim == 3 else 1
-        read = (given.w_scale, given.w_zero_point, topk_ids, expert_map)
+        read = (weight.scale, weight.zero_point, topk_ids, expert_map)
         early = given.early and all_dense(*read)
         how = (variant_of(self.problem, given), self.jobs, groups, early)
         launch = ready(self.problem, self.tiles, *how)
@@ -119,7 +120,7 @@ class DecodeJobs:
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
         bias, weights, factors, ids, mapped = dense_vectors(
-            given.bias, given.topk_weights, given.w_global_scale, topk_ids, expert_map
+            weight.bias, given.topk_weights, weight.global_scale, topk_ids, expert_map
         )
         launch(
             (self.programs,),

@@ -198,11 +198,11 @@ class HopperGemm:
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles."""
-        told = tile_arguments(given.tiles, out.shape[0], given.w.shape[0])
+        told = tile_arguments(given.tiles, out.shape[0], given.weight.data.shape[0])
         scales = given.topk_weights if self.constants.WEIGHTED else given.a_scale
-        vectors = dense(scales), dense(given.w_scale), dense(given.bias)
+        vectors = dense(scales), dense(given.weight.scale), dense(given.weight.bias)
         run = self._pack_and_run if self.packed else self._stream
-        run(out, given.a, given.w, vectors, told)
+        run(out, given.a, given.weight.data, vectors, told)
 
     def _pack_and_run(
         self, out: Tensor, a: Tensor, w: Tensor, vectors: Vectors, told: tuple[Any, ...]

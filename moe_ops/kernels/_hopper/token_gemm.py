@@ -36,15 +36,15 @@ class TokenGemm:
 
         The sum is ``out = sum_j weights[j] * round(a[j] @ w[e].T + bias[e])``.
         """
-        w, (_, topk_ids, expert_map) = given.w, given.tiles
-        early = given.early and all_dense(given.w_scale, topk_ids, expert_map)
+        (w, bias, scale, *_), (_, topk_ids, expert_map) = given.weight, given.tiles
+        early = given.early and all_dense(scale, topk_ids, expert_map)
         ready = self.known.get(early)
         if ready is None:
             ready = _ready(self.problem, self.stages, early, device_facts(w.device))
             self.known[early] = ready
         num_experts = w.shape[0]
         a_scale, bias, w_scale, weights, ids, mapped = dense_vectors(
-            given.a_scale, given.bias, given.w_scale, given.topk_weights, topk_ids, expert_map
+            given.a_scale, bias, scale, given.topk_weights, topk_ids, expert_map
         )
         ready.launch(
             (ready.programs,),

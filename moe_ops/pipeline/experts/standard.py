@@ -16,7 +16,7 @@ from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFor
 from moe_ops.pipeline.gemms import (
     expert_weights,
     gemm,
-    gemm_sum,
+    gemm_then_sum,
     quantized,
     sums_at_once,
 )
@@ -61,7 +61,7 @@ def slot_experts(
     del product  # `h` is another tensor where it is quantized
     if sums_at_once(space, weights.w2, scheme):
         # After the launch of the first GEMM nothing is written but `product` and `h`.
-        total = gemm_sum(h, weights.w2, space, on_output, scheme, dtype, early=True)
+        total = gemm_then_sum(h, weights.w2, space, on_output, scheme, dtype, early=True)
         return total if out is None else out.copy_(total)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it

@@ -1,9 +1,13 @@
-"""Time the expert GEMMs, beside two speeds of light.
+"""Time the expert GEMMs by scheme, those of bf16 beside two speeds of light.
+
+``expert_product`` is both GEMMs of a layer; where a layer lets it quantize its rows, its time
+includes that. ``expert_product_sum`` is the second GEMM with the weighted sum, which a layer that
+runs eagerly calls for one token only. ``expert_product.out`` adds the product of an adapter's
+second factor, of rank 16.
 
 ``dense_mm`` is one matrix product of the same flops that ignores the experts: the bound where a
 batch is large. ``even_bmm`` spreads the rows evenly over the experts that are hit: the bound where
-the weights' bytes count. Both read rows that already lie in order. The layer's operator is
-``expert_matmul``; ``expert_matmul_add`` adds the product of an adapter's second factor, of rank 16.
+the weights' bytes count. Both read rows that already lie in order.
 """
 
 from __future__ import annotations
@@ -17,9 +21,18 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.dispatch.tiles import cdiv
 
+SCHEMES = (
+    "bf16",
+    "fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel",
+    "mxfp8", "mxfp4", "nvfp4", "int4_w4a8_g128",
+    "int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16", "fp8_w8a16_block128", "int8_w8a16",
+)  # fmt: skip
+
 
 def cases(layer: Layer) -> Iterator[Case]:
-    yield from layer.cases("expert_gemm")
+    yield from layer.cases("expert_product")
+    if layer.scheme != "bf16":
+        return
     slots, active = layer.inputs.topk_ids.numel(), layer.inputs.num_active
     yield from _baselines("w1", layer.experts.w1, slots, active)
     yield from _baselines("w2", layer.experts.w2, slots, active)
@@ -33,10 +46,10 @@ def _adapter(layer: Layer, w: Tensor, slots: int) -> Case:
     b, out = w.new_ones((experts, n, rank)), w.new_zeros((slots, n))
     tiles = [ops.plan_slots(ids, None, experts, "unquantized", w.dtype), ids, None]
     moved = nbytes(low, b[: layer.inputs.num_active]) + 2 * nbytes(out)
-    arguments = (low, b, None, tiles, 1)
+    arguments = (low, [b], None, tiles, 1)
     return Case(
-        "expert_matmul_add:w1",
-        lambda: ops.expert_matmul_add(*arguments, out=out),
+        "expert_product.out:w1",
+        lambda: ops.expert_product_out(*arguments, out=out),
         moved,
         2 * slots * n * rank,
     )
@@ -57,4 +70,4 @@ def _baselines(name: str, w: Tensor, slots: int, active: int) -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    main("expert_gemm", cases)
+    main("expert_product", cases, SCHEMES)

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch.early import EARLY
-from moe_ops.reference.gemm_sum import gemm_sum as reference
+from moe_ops.reference import expert_product as reference
 from moe_ops.scheme import get_scheme
+from moe_ops.tensors import ExpertWeight
 from moe_ops.testing import Problem, assert_matches_reference, call, make_inputs, quantize_inputs
 
 HOPPER = HAS_CUDA and torch.cuda.get_device_capability() == (9, 0)
@@ -59,10 +60,10 @@ def test_equals_the_gemm_then_the_sum(problem, seed, device):
     one_token = HOPPER and problem.tokens == 1 and not problem.invariant
     problem = judged(problem) if one_token else problem
     given = sum_call(problem, device, seed)
-    actual = ops.gemm_sum(*given)
+    actual = ops.expert_product_sum(*given)
     assert actual.shape == (problem.tokens, problem.hidden) and actual.dtype == problem.dtype
     if one_token:
-        expected = reference(*sum_call(problem, "cpu", seed))
+        expected = reference.expert_product_sum(*sum_call(problem, "cpu", seed))
         assert_matches_reference(actual.cpu(), exact(given), expected)
     else:
         assert torch.equal(actual, apart(given))
@@ -73,8 +74,8 @@ def test_equals_the_gemm_then_the_sum(problem, seed, device):
 def test_matches_the_oracle(problem, device):
     problem = judged(problem)
     given = sum_call(problem, device)
-    expected = reference(*sum_call(problem))
-    assert_matches_reference(ops.gemm_sum(*given).cpu(), exact(given), expected)
+    expected = reference.expert_product_sum(*sum_call(problem))
+    assert_matches_reference(ops.expert_product_sum(*given).cpu(), exact(given), expected)
 
 
 @pytest.mark.kernel
@@ -83,8 +84,8 @@ def test_matches_the_oracle(problem, device):
 def test_one_token(scheme, stored, device):
     """Each slot's row has scales of its own, whoever quantizes it."""
     problem = judged(SumProblem(1, 4, 40, 72, 144, scheme, has_bias=True, stored=stored))
-    given, expected = sum_call(problem, device), reference(*sum_call(problem))
-    assert_matches_reference(ops.gemm_sum(*given).cpu(), exact(given), expected)
+    given, expected = sum_call(problem, device), reference.expert_product_sum(*sum_call(problem))
+    assert_matches_reference(ops.expert_product_sum(*given).cpu(), exact(given), expected)
 
 
 def poisoned(given):
@@ -95,7 +96,7 @@ def poisoned(given):
     if expert_map is not None:
         places = dict(enumerate(expert_map.tolist()))
         chosen = {places.get(expert, -1) for expert in chosen}
-    others = [e for e in range(len(given.w)) if e not in chosen]
+    others = [e for e in range(len(given.weight.data)) if e not in chosen]
 
     def fill(x, rows):
         return None if x is None else with_nan(x, rows)
@@ -104,9 +105,7 @@ def poisoned(given):
     return given._replace(
         a=fill(given.a, unused),
         a_scale=fill(given.a_scale, unused),
-        w=fill(given.w, others),
-        w_scale=fill(given.w_scale, others),
-        bias=fill(given.bias, others),
+        weight=ExpertWeight(*(fill(x, others) for x in given.weight)),
         topk_weights=weights,
     )
 
@@ -126,8 +125,8 @@ def test_what_is_skipped_changes_nothing(scheme, tokens, routing, stored, device
     sizes = (tokens, 4, 3 if routing == "map" else 40, 72, 144, scheme)  # a map leaves out 2 of 5
     problem = SumProblem(*sizes, has_bias=True, routing=routing, stored=stored)
     given = some_skipped(problem, device)
-    actual = ops.gemm_sum(*poisoned(given))
-    assert actual.isfinite().all() and torch.equal(actual, ops.gemm_sum(*given))
+    actual = ops.expert_product_sum(*poisoned(given))
+    assert actual.isfinite().all() and torch.equal(actual, ops.expert_product_sum(*given))
 
 
 @pytest.mark.kernel
@@ -136,7 +135,7 @@ def test_no_slot_has_an_expert(scheme, device):
     """Zeros, whatever rows and weights hold."""
     given = sum_call(SumProblem(1, 3, 40, 72, 144, scheme, has_bias=True), device)
     given = given.routed_to(torch.full_like(given.topk_ids, -1))
-    assert (ops.gemm_sum(*poisoned(given)) == 0).all()
+    assert (ops.expert_product_sum(*poisoned(given)) == 0).all()
 
 
 @pytest.mark.kernel
@@ -153,22 +152,24 @@ def test_strided_arguments(scheme, ids, device):
     strided = given.routed_to(spaced(given.topk_ids))
     strided = strided._replace(a=spaced(given.a), topk_weights=spaced(given.topk_weights))
     assert not strided.a.is_contiguous() and not strided.topk_weights.is_contiguous()
-    assert torch.equal(ops.gemm_sum(*strided), ops.gemm_sum(*given))
+    assert torch.equal(ops.expert_product_sum(*strided), ops.expert_product_sum(*given))
 
 
 def test_errors():
     given = sum_call(SumProblem(scheme="int8_channel"))
     with pytest.raises(ValueError, match="scheme"):
-        ops.gemm_sum(*given._replace(scheme="int9"))
-    with pytest.raises(ValueError, match="out_dtype must be None without w_scale"):
-        ops.gemm_sum(*sum_call(SumProblem())._replace(out_dtype=torch.float64))
-    with pytest.raises(ValueError, match="out_dtype must be a dtype with w_scale, got None"):
-        ops.gemm_sum(*given._replace(out_dtype=None))
-    with pytest.raises(ValueError, match="w_global_scale must be None without w_scale"):
-        ops.gemm_sum(*sum_call(SumProblem())._replace(w_global_scale=torch.ones(4)))
+        ops.expert_product_sum(*given._replace(scheme="int9"))
+    with pytest.raises(TypeError, match="out_dtype must be the dtype of a, torch.bfloat16, got"):
+        ops.expert_product_sum(*sum_call(SumProblem())._replace(out_dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="out_dtype"):
+        ops.expert_product_sum(*given._replace(out_dtype=None))
+    plain = sum_call(SumProblem())
+    with pytest.raises(ValueError, match="w_global_scale must be None for scheme unquantized"):
+        weight = plain.weight._replace(global_scale=torch.ones(4))
+        ops.expert_product_sum(*plain._replace(weight=weight))
     with pytest.raises(ValueError, match="plan must be a tensor for 6 slots of 4 experts"):
         given = sum_call(SumProblem(3))
-        ops.gemm_sum(*given._replace(tiles=[None, *given.tiles[1:]]))
+        ops.expert_product_sum(*given._replace(tiles=[None, *given.tiles[1:]]))
 
 
 class Calls(TorchDispatchMode):
@@ -201,8 +202,7 @@ def test_which_layers_call_it(scheme, tokens, once, device):
     quantized = quantize_inputs(problem, make_inputs(problem, device))
     with Calls() as calls:
         call(moe_ops.fused_experts, problem, quantized.inputs, quant_config=quantized.config)
-    own = "weight_only_sum" if scheme.startswith("int4") else "gemm_sum"
-    assert (own in calls.names) == once
+    assert ("expert_product_sum" in calls.names) == once
     assert ("moe_fused_mul_sum" in calls.names) != once
     assert get_scheme(scheme).weight is None or calls.names
 
@@ -227,15 +227,14 @@ def test_programs_for_any_number_of_tokens_call_it():
             given = [x[:tokens].clone() for x in rows]
             assert torch.equal(compiled(*given), layer(*given))
     (targets,) = seen
-    assert any("gemm_sum" in target for target in targets)
+    assert any("expert_product_sum" in target for target in targets)
     assert not any("moe_fused_mul_sum" in target for target in targets)
 
 
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "int4_w4a16_g16"])
 def test_who_lets_it_read_early(scheme, monkeypatch):
     """The eager pipeline, which knows what is written between both GEMMs; no graph, no default."""
-    name = "weight_only_sum" if scheme.startswith("int4") else "gemm_sum"
-    operator, told = getattr(ops, name), []
+    operator, told = ops.expert_product_sum, []
     problem = Problem(1, 32, 2, 128, 128, torch.bfloat16, scheme=scheme)
     (x, w1, w2, weights, ids, *_), config, _ = quantize_inputs(problem, make_inputs(problem))
 
@@ -253,7 +252,7 @@ def test_who_lets_it_read_early(scheme, monkeypatch):
             return super().call_function(target, args, kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, name, record)
+        patch.setattr(ops, "expert_product_sum", record)
         layer(x, weights, ids)
         with moe_ops.pipeline.gemms.apart():
             layer(x, weights, ids)
@@ -268,5 +267,5 @@ def test_who_lets_it_read_early(scheme, monkeypatch):
 
 
 def test_calls_name_their_arguments_as_the_schema_does():
-    schema = torch.ops.moe_ops.gemm_sum.default._schema
+    schema = torch.ops.moe_ops.expert_product_sum.default._schema
     assert [argument.name for argument in schema.arguments] == list(SumCall._fields)

@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import half_exhaustive
 from plans import bias_of, planned, row_tile, whole_numbers
+from products import plain_product
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import ops
 from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, direct_slots
-from moe_ops.reference import expert_gemm as reference
+from moe_ops.reference import expert_product as reference
 from moe_ops.reference.align import plan_slots
-from moe_ops.tensors import Tiles
+from moe_ops.scheme import quantize_weight
+from moe_ops.tensors import ExpertWeight, Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
@@ -43,8 +45,8 @@ def test_gemm(tokens, k, n, kk, dtype, tile, has_bias, weighted, routing, device
 
     with row_tile(tile):
         plan = planned(on(ids), None, 5)
-        actual = ops.expert_matmul(on(x), on(w), on(bias), on(weights), [*plan], k)
-        expected = reference.expert_matmul(x, w, bias, weights, plans.on(plan, "cpu"), k)
+        actual = plain_product(ops, on(x), on(w), on(bias), on(weights), [*plan], k)
+        expected = plain_product(reference, x, w, bias, weights, plans.on(plan, "cpu"), k)
     assert actual.shape == (tokens * k, n) and actual.dtype == dtype
     exact = exact_rows(x, w, bias, weights, ids, k)
     compare(actual, exact, expected, ids, 5)
@@ -80,7 +82,7 @@ def test_added(tokens, k, n, rank, dtype, tile, weighted, turned, invariant, rou
         elif tokens * k > direct_slots(5):
             tiles = tiles._replace(plan=plan_slots(ids, None, 5, "unquantized", dtype, invariant))
         out = before.clone()
-        ops.expert_matmul_add(rows, w, weights, [*tiles], 1, invariant, out=out)
+        ops.expert_product_out(rows, [w], weights, [*tiles], 1, invariant, out=out)
     product = exact_rows(
         x.cpu(), w.cpu(), None, None if weights is None else weights.cpu(), ids.cpu(), k
     )
@@ -93,6 +95,37 @@ def test_added(tokens, k, n, rank, dtype, tile, weighted, turned, invariant, rou
     assert_matches_reference(out.cpu(), exact, near)
 
 
+def test_what_is_refused(device):
+    """Rows in expert order with a quantized weight, and lists that are no weight."""
+    x, q = torch.zeros(4, 8, device=device), quantize_weight(torch.ones(3, 16, 8), "int8_w8a16")
+    tiles = [*planned(torch.zeros(4, 1, dtype=torch.int32, device=device), None, 3)]
+    w = ExpertWeight(q.data.to(device), None, q.scale.to(device))
+    how = (None, tiles, 1, "int8_w8a16", x.dtype)
+    with pytest.raises(ValueError, match="expert_order must be False for scheme int8_w8a16, whose"):
+        ops.expert_product(x, None, w, *how, "", True)
+    for wrong, rule in (
+        ([], r"weight must be \[data, bias, scale, zero_point, global_scale\], got 0 entries"),
+        ([*w, None], r"weight must be \[data, .*\], got 6 entries"),
+        ([None, *w[1:]], r"weight\[0\] must be the stored values, got None"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            ops.expert_product(x, None, wrong, *how)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="operators are their kernels")
+def test_a_weight_that_requires_grad(device):
+    """A gradient is never missing silently: also not that of one tensor among others in a list."""
+    x, w = torch.zeros(4, 8, device=device), torch.zeros(3, 16, 8, device=device)
+    tiles = [*planned(torch.zeros(4, 1, dtype=torch.int32, device=device), None, 3)]
+    for weight in (
+        ExpertWeight(w.clone().requires_grad_()),
+        [w, w[..., 0].clone().requires_grad_()],
+    ):
+        y = ops.expert_product(x, None, weight, None, tiles, 1, "unquantized", x.dtype)
+        with pytest.raises(NotImplementedError, match="gradients of expert_product"):
+            y.sum().backward()
+
+
 def test_added_where_it_cannot_be(device):
     x, w = torch.zeros(4, 8, device=device), torch.zeros(3, 16, 8, device=device)
     ids = torch.zeros(4, 1, dtype=torch.int32, device=device)
@@ -103,11 +136,13 @@ def test_added_where_it_cannot_be(device):
         (out[:3], ValueError, "out must have shape|out.shape"),
     ):
         with pytest.raises(error, match=text):
-            ops.expert_matmul_add(x, w, None, tiles, 1, out=other)
+            ops.expert_product_out(x, [w], None, tiles, 1, out=other)
     if INTERPRETED:
         return  # operators are their kernels
-    with pytest.raises(NotImplementedError, match="gradients of expert_matmul_add"):
-        ops.expert_matmul_add(x.requires_grad_(), w, None, tiles, 1, out=out)
+    with pytest.raises(ValueError, match="bias must be None where products are added"):
+        ops.expert_product_out(x, [w, w[..., 0]], None, tiles, 1, out=out)
+    with pytest.raises(NotImplementedError, match="gradients of expert_product_out"):
+        ops.expert_product_out(x.requires_grad_(), [w], None, tiles, 1, out=out)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +157,12 @@ def test_fused_activation(activation, dtype, device):
     x, w, _, weights, ids, _, bias, _ = make_inputs(problem)
     on = [t.to(device) for t in (x, w, bias, weights, ids)]
     plan = planned(on[4], None, 4)
-    fused = ops.expert_matmul(*on[:4], [*plan], 2, activation)
+    fused = plain_product(ops, *on[:4], [*plan], 2, activation)
     exact = exact_rows(x, w, bias, weights, ids, 2).activated(formula(activation))
     cpu_plan = plans.on(plan, "cpu")
-    expected = reference.expert_matmul(x, w, bias, weights, cpu_plan, 2, activation)
+    expected = plain_product(reference, x, w, bias, weights, cpu_plan, 2, activation)
     compare(fused, exact, expected, ids, 4)
-    pair = ops.activation(ops.expert_matmul(*on[:4], [*plan], 2), activation)
+    pair = ops.activation(plain_product(ops, *on[:4], [*plan], 2), activation)
     error, unfused = ((t.cpu().double() - exact.value).norm() for t in (fused, pair))
     assert error <= unfused + torch.finfo(torch.float32).eps * exact.value.norm()
 
@@ -141,10 +176,10 @@ def test_shapes_that_no_tile_divides(shape, device):
     x, w, _, _, ids, *_ = make_inputs(problem)
     on = [t.to(device) for t in (x, w, ids)]
     plan = planned(on[2], None, 3)
-    actual = ops.expert_matmul(*on[:2], None, None, [*plan], 2, "silu")
+    actual = plain_product(ops, *on[:2], None, None, [*plan], 2, "silu")
     exact = exact_rows(x, w, None, None, ids, 2).activated(formula("silu"))
     cpu_plan = plans.on(plan, "cpu")
-    expected = reference.expert_matmul(x, w, None, None, cpu_plan, 2, "silu")
+    expected = plain_product(reference, x, w, None, None, cpu_plan, 2, "silu")
     compare(actual, exact, expected, ids, 3)
 
 
@@ -171,7 +206,7 @@ def test_whole_numbers_are_rounded_once(activation, dtype, device):
     a, w, bias, weights, ids = (t.to(device) for t in (*strided, weights.repeat(1, 2)[:, :2], ids))
 
     def multiply(a, weights, tiles):
-        return ops.expert_matmul(a, w, bias, weights, [*tiles], 2, activation)
+        return plain_product(ops, a, w, bias, weights, [*tiles], 2, activation)
 
     actual = multiply(a, weights, planned(ids, None, 3))
     assert torch.equal(actual.cpu(), expected.to(dtype))
@@ -185,6 +220,6 @@ def test_bias_may_have_another_dtype(device):
     problem = Problem(5, 3, 2, 32, 32, torch.bfloat16, "silu_no_mul", has_bias=True)
     x, w, _, _, ids, _, bias, _ = make_inputs(problem, device)
     plan = planned(ids, None, 3)
-    narrow = ops.expert_matmul(x, w, bias, None, [*plan], 2)
-    wide = ops.expert_matmul(x, w, bias.float(), None, [*plan], 2)
+    narrow = plain_product(ops, x, w, bias, None, [*plan], 2)
+    wide = plain_product(ops, x, w, bias.float(), None, [*plan], 2)
     assert torch.equal(narrow, wide)

@@ -1,0 +1,144 @@
+"""Output of the expert GEMMs, and what a scheme lets them take.
+
+A scheme quantizes neither operand, the weight alone, or both: `num_slots` is the one place that
+tells these three apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import sizes
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.scheme import UNQUANTIZED, Scheme, get_scheme, is_packed
+from moe_ops.tensors import AnyTiles, AnyWeight
+
+
+def expert_product(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str = "",
+    expert_order: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """``(slots, N)``, or ``(slots, I)`` with a gated activation; in slot order or permuted."""
+    how = (scheme, out_dtype, expert_order, batch_invariant)
+    slots, n = num_slots(a, a_scale, weight, tiles, top_k, *how)
+    if topk_weights is not None and get_scheme(scheme).activation is not None:
+        rule = f"topk_weights must be None for scheme {scheme}, whose rows are quantized"
+        raise ValueError(f"{rule}, got a Tensor")
+    sizes.entries("topk_weights", topk_weights, slots)
+    return a.new_empty(slots, sizes.activated("w", n, activation), dtype=out_dtype)
+
+
+def expert_product_out(
+    a: Tensor,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    """Check ``out``, to which products are added: ``(slots, N)``, contiguous, dtype of ``a``."""
+    how = (UNQUANTIZED.key, a.dtype, False, batch_invariant)
+    slots, n = num_slots(a, None, weight, tiles, top_k, *how)
+    if sizes.expert_weight(weight).bias is not None:
+        raise ValueError("bias must be None where products are added, got a Tensor")
+    sizes.entries("topk_weights", topk_weights, slots)
+    sizes.shaped("out", out, slots, n)
+    if out.dtype != a.dtype:
+        raise TypeError(f"out must have the dtype of a, {a.dtype}, got {out.dtype}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+
+
+def expert_product_sum(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    scheme: str,
+    out_dtype: torch.dtype,
+    expert_order: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """``(T, N)``."""
+    how = (scheme, out_dtype, expert_order, batch_invariant)
+    _, n = num_slots(a, a_scale, weight, tiles, 1, *how)
+    _, topk_ids, expert_map = tiles
+    if topk_ids is None:
+        raise ValueError("tiles[1] must be topk_ids, got None")
+    tokens, k = sizes.slots(topk_ids, expert_map)
+    sizes.weights(topk_weights, tokens, k)
+    return a.new_empty(tokens, n, dtype=out_dtype)
+
+
+def num_slots(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    expert_order: bool,
+    batch_invariant: bool,
+) -> tuple[int, int]:
+    """The number of slots, and of weight rows.
+
+    Raises:
+        ValueError: sizes disagree, or the scheme does not take what is given.
+        TypeError: another ``out_dtype`` than that of rows which are not quantized.
+    """
+    rule, known = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
+    w, bias, w_scale, zero_point, global_scale = sizes.expert_weight(weight)
+    quant, each = known.activation, known.numbers_per_entry(w.dtype)
+    narrow = quant is not None and quant.element.packed
+    slots = sizes.gemm(a, w, (2 if narrow else 1, each), bias, tiles, rule, top_k)
+    experts, n, width = w.shape
+    sizes.weight_parts(scheme, (experts, n, each * width), w, w_scale, global_scale, zero_point)
+    if expert_order and known.weight is not None:
+        rule_of_order = f"expert_order must be False for scheme {scheme}, whose weight is quantized"
+        raise ValueError(f"{rule_of_order}, got True")
+    if quant is not None:
+        _quantized_rows(a, a_scale, known, packed=is_packed(w), experts=experts)
+    elif a_scale is not None:
+        raise ValueError(f"a_scale must be None for scheme {scheme}, got a Tensor")
+    elif out_dtype != a.dtype:
+        raise TypeError(f"out_dtype must be the dtype of a, {a.dtype}, got {out_dtype}")
+    return slots, n
+
+
+def _quantized_rows(
+    a: Tensor, a_scale: Tensor | None, scheme: Scheme, *, packed: bool, experts: int
+) -> None:
+    """Check rows that are quantized, or that the operator quantizes.
+
+    It quantizes rows which it also dequantizes for a weight in the packed form alone.
+    """
+    quant, _ = scheme.quants
+    stored, later = a.dtype == quant.dtype, packed and a_scale is None
+    if scheme.decoded and not later and (a_scale is None or not stored):
+        rule = f"a must be rows as scheme {scheme.key} stores them, with scales"
+        got = "None" if a_scale is None else f"rows of dtype {a.dtype}"
+        raise ValueError(f"{rule}, got {got}")
+    if a_scale is None:
+        if stored:
+            raise ValueError(f"a_scale must be given with rows of dtype {a.dtype}, got None")
+        return
+    rows, width = a.shape
+    if stored:
+        k = 2 * width if quant.element.packed else width
+        sizes.stored_row_scale(a_scale, quant, rows, k, experts)
+    else:
+        sizes.row_scale(a_scale, quant, rows)

@@ -1,0 +1,82 @@
+"""Launchers of the expert GEMMs: each runs the kernel that `plan_gemm` chooses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import sizes
+from moe_ops.dispatch.early import EARLY
+from moe_ops.dispatch.hopper import KernelTiles
+from moe_ops.fake_impls import expert_product as fakes
+from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels._gemm.run import call_gemm
+from moe_ops.scheme import UNQUANTIZED
+from moe_ops.tensors import AnyTiles, AnyWeight
+
+
+def expert_product(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str = "",
+    expert_order: bool = False,
+    batch_invariant: bool = False,
+    *,
+    config: KernelTiles | None = None,
+) -> Tensor:
+    """Run the plan's kernel, or that of a given ``config``, which may quantize its rows itself."""
+    how = (top_k, scheme, out_dtype, activation, expert_order, batch_invariant)
+    tensors = (a, a_scale, weight, topk_weights, tiles)
+    given = GemmOperands(a, a_scale, sizes.expert_weight(weight), topk_weights, tiles)
+    return call_gemm(
+        "expert_product", given, how, lambda: fakes.expert_product(*tensors, *how), config
+    )
+
+
+def expert_product_out(
+    a: Tensor,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    """Run the portable kernel, whose programs each add to a tile of ``out``."""
+
+    def checked() -> Tensor:
+        fakes.expert_product_out(a, weight, topk_weights, tiles, top_k, batch_invariant, out=out)
+        return out
+
+    how = (top_k, UNQUANTIZED.key, out.dtype, "", False, batch_invariant)
+    place = (out.shape, out.stride())
+    given = GemmOperands(a, None, sizes.expert_weight(weight), topk_weights, tiles)
+    call_gemm("expert_product.out", given, (*how, *place), checked, out=out)
+
+
+def expert_product_sum(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    scheme: str,
+    out_dtype: torch.dtype,
+    expert_order: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
+    rows, flags = (a, a_scale), (expert_order, batch_invariant)
+    given = GemmOperands(*rows, sizes.expert_weight(weight), topk_weights, tiles, EARLY.get())
+    rest = (weight, topk_weights, tiles, scheme, out_dtype, *flags)
+    how = (1, scheme, out_dtype, "", *flags)
+    return call_gemm(
+        "expert_product_sum", given, how, lambda: fakes.expert_product_sum(*rows, *rest)
+    )
