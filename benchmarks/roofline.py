@@ -1,8 +1,8 @@
 """Plot a layer record as a roofline: achieved rates over arithmetic intensity.
 
-Flops and bytes are those of the lower bound (`moe_ops.bench.layer.layer_floor_us`): active weights,
-tokens and outputs moved once, and the products of every slot. A point on the ceiling reaches its
-lower bound.
+Flops and bytes are those of the estimate (`moe_ops.bench.layer.layer_floor_us`): active weights,
+tokens and outputs moved once, and the products of every slot. A point on the ceiling takes the
+estimated time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from moe_ops.scheme import Scheme
 OURS = "moe_ops"
 MARKERS = "os^Dv<>PX*hpd8"
 """Markers by implementation: the first, filled, is this library's; the others are hollow."""
+COLORS = (*(f"C{i}" for i in range(10)), "navy", "gold", "darkgreen", "magenta")
+"""Colours by shape; black is the ceiling's."""
 
 
 class Work(NamedTuple):
@@ -148,11 +150,18 @@ def _draw(points: list[Point], axis: Any, rate: str, shapes: list[str], impls: l
     """Draw the points of one shape."""
     for impl in impls:
         mine = [point for point in points if point.impl == impl]
-        color = f"C{shapes.index(points[0].shape)}"
         axis.plot(
             [point.work.intensity for point in mine], [getattr(point, rate) for point in mine],
-            linewidth=1, linestyle="-" if impl == OURS else "", color=color, **marker(impl, impls),
+            linewidth=1, linestyle="-" if impl == OURS else "",
+            color=color(shapes.index(points[0].shape)), **marker(impl, impls),
         )  # fmt: skip
+
+
+def color(number: int) -> str:
+    """The colour of one of several shapes, which no other of them has."""
+    if number >= len(COLORS):
+        raise ValueError(f"shapes must be at most {len(COLORS)} to differ, got {number + 1}")
+    return COLORS[number]
 
 
 def marker(impl: str, impls: list[str]) -> dict[str, Any]:
@@ -184,7 +193,7 @@ def _draw_roof(axis: Any, roof: Roof, rate: str, intensities: list[float]) -> No
 
 
 def _legend(shapes: list[str], impls: list[str]) -> list[Line2D]:
-    colors = [Line2D([], [], color=f"C{i}", label=shape) for i, shape in enumerate(shapes)]
+    colors = [Line2D([], [], color=color(i), label=shape) for i, shape in enumerate(shapes)]
     markers = [
         Line2D([], [], color="black", linestyle="", label=impl, **marker(impl, impls))
         for impl in impls

@@ -259,7 +259,7 @@ def _when(record: dict[str, Any]) -> list[str]:
 
 
 def floors() -> str:
-    """The measured rates from which floors follow, in a sentence."""
+    """The measured rates from which estimates follow, in a sentence."""
     parts = [
         f"{gpu} {speed.read_bytes_per_s / 1e12:.2f} TB/s, "
         + ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {math}" for math, rate in speed.flops.items())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,8 +132,8 @@ class ExpertWeight(NamedTuple):
         return (self.data if self.rows is None else self.rows).shape[0]
 
 
-AnyWeight = Sequence[Tensor | None]
-"""An `ExpertWeight`, or the list of its fields that operators take."""
+AnyWeight = Sequence[Any]
+"""An `ExpertWeight`, or the list of its fields that operators take: tensors and None."""
 
 
 class HostWeight(NamedTuple):

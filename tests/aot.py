@@ -40,6 +40,9 @@ SHARED_MEMORY = {facts.arch: facts.shared_memory for facts in KNOWN}
 SHARED_MEMORY[103] = SHARED_MEMORY[100]
 """Shared memory of a block, in bytes, by architecture."""
 
+RELEASE = ".".join(triton.__version__.split(".")[:2])
+"""Triton's, such as 3.6: machine code differs between releases."""
+
 REPORT = "ptxas.txt"
 """The file beside a kernel in Triton's cache with what ptxas said of it."""
 

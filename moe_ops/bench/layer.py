@@ -164,7 +164,7 @@ def _times(timing: Timing) -> dict[str, Any]:
 
 
 def print_times(rows: list[Row], *, head: bool) -> None:
-    """Print a line per row, with its ratios to the lower bound and to the best peer of this run."""
+    """Print a line per row, with its ratios to the estimate and to the best peer of this run."""
     peers = [row.time_us for row in rows if row.impl not in (*OURS, INSIDE)]
     best_peer = min(peers, default=None)
     for number, row in enumerate(rows):

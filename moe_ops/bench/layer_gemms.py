@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.kernels import expert_product as launchers
 from moe_ops.pipeline.gemms import quantized
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import Scheme, is_packed
@@ -52,6 +52,7 @@ class LayerGemms:
         arguments = (rows.data, rows.scale, [*weight], None, *how)
         if config is None:
             return ops.expert_product(*arguments)
+        launchers = import_module("moe_ops.kernels.expert_product")  # needs Triton
         return launchers.expert_product(*arguments, config=config)
 
     def _weight(self, which: int) -> tuple[ExpertWeight, Tensor | None]:

@@ -25,7 +25,7 @@ Times = dict[tuple[str, str, int, str], float]
 def kernel_lines(results: Path = RESULTS) -> list[list[str]]:
     """A table: layer, tokens, what `explain` says about it, and times of GPUs with a record."""
     recorded = {gpu: times for gpu in GPUS if (times := read_times(results, gpu))}
-    head = ["layer", "tokens", "kernel of GEMM 1", "floor us"]
+    head = ["layer", "tokens", "kernel of GEMM 1", "estimate us"]
     for gpu in recorded:
         head += [f"us on {gpu.removeprefix('NVIDIA ')}", "grouped_mm us"]
     lines = [head]

@@ -7,28 +7,23 @@ GEMMs timed one by one on an H200: see `benchmarks/NOTES.md`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
-from moe_ops.activation import Formula
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.portable import ScaleGroups
 from moe_ops.dispatch.tiles import (
     TALL_ROW_TILE,
     Gemm,
     TileConfig,
     cdiv,
-    is_direct,
     load_class,
-    next_power_of_2,
     padded_slots,
 )
 from moe_ops.scheme import Scheme
 
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
 """The kernel for many rows, packed in the order of the plan, and the swap-AB decode kernel."""
-TOKEN = "hopper_token"
+TOKEN, TOKEN_SUM = "hopper_token", "hopper_token_sum"
 """The M = 1 decode kernels, of GEMM 1 and of GEMM 2 with the weighted sum."""
 ON_DEMAND_LOAD = 6
 """Up to this bucket (683 rows per expert), 8-bit tiles of 128 rows have a dynamic schedule:
@@ -113,73 +108,10 @@ def takes_one_token(scheme: Scheme) -> bool:
     return operand_bytes(scheme) is not None and not sums_integers(scheme)
 
 
-def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
-    """Whether Hopper's kernels can compute a GEMM of these sizes on the GPU.
-
-    TMA boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. A warp
-    group multiplies up to 128 weight rows at a time, whose columns share scales: 128 columns, or 64
-    with a gate. Sums of int8 products must not leave int32. Batch-invariant plans must use one
-    kernel at every load.
-
-    Args:
-        gemm: sizes of the GEMM; ``itemsize`` is the operands'.
-        scheme: scheme of the GEMM.
-        groups: scale groups of the GEMM; None without scales.
-        device: the GPU.
-    """
-    whole = gemm.k * gemm.itemsize % 16 == 0 and (gemm.halves == 1 or gemm.n % 8 == 0)
-    if groups is not None and groups.k is not None:
-        whole &= groups.k == ROW_BYTES and groups.n >= 128 // gemm.halves
-    whole &= gemm.k <= LONGEST_INT8 or not sums_integers(scheme)
-    served = operand_bytes(scheme) == gemm.itemsize and not gemm.rule.batch_invariant
-    return device.arch == 90 and served and whole
-
-
 def vector_pieces(k: int, itemsize: int, vectors: int) -> tuple[int, int]:
     """Columns that the M = 1 kernels make of ``vectors`` vectors, and stages per column."""
     columns = max(8, vectors)
     return columns, cdiv(cdiv(k * itemsize, PIECES * ROW_BYTES), columns // vectors)
-
-
-def token_tiles(
-    weight: tuple[int, int, int],
-    itemsize: int,
-    top_k: int,
-    rule: Formula | None,
-    scheme: Scheme,
-    device: Device,
-    *,
-    summed: bool,
-) -> HopperTiles | None:
-    """Tiles of an M = 1 decode kernel; None if the kernel does not take the GEMM.
-
-    One CTA of each GEMM fits on an SM. Activations with one scale for all rows, and vectors so long
-    that too little shared memory is left for weights, are left to other kernels.
-
-    Args:
-        weight: ``(E, rows, K)``.
-        itemsize: bytes per number of the weight.
-        top_k: experts of the token.
-        rule: the activation of the product; None without one.
-        scheme: scheme of the GEMM.
-        device: the GPU.
-        summed: True for GEMM 2 with the sum, False for GEMM 1.
-    """
-    num_experts, rows, k = weight
-    quant, gated = scheme.activation, rule is not None and rule.gated
-    whole = k * itemsize % 16 == 0 and (not gated or rows % 16 == 0)
-    if quant is not None:
-        whole &= not quant.per_tensor and quant.shared_cols in (None, ROW_BYTES)
-    served = device.arch == 90 and takes_one_token(scheme) and operand_bytes(scheme) == itemsize
-    if not (served and whole and is_direct(top_k, num_experts)):
-        return None
-    columns, steps = vector_pieces(k, itemsize, next_power_of_2(top_k) if summed else 1)
-    row = ROW_BYTES + (0 if quant is None or quant.shared_cols is None else 4)
-    room = device.shared_memory // 2 - 1024 - OTHER_BYTES - PIECES * steps * columns * row
-    stages = min(TOKEN_STAGES, room // (PIECES * TOKEN_ROWS * row + 16))
-    if stages < LEAST_TOKEN_STAGES:
-        return None
-    return HopperTiles(TOKEN, 1, TOKEN_ROWS, 1, stages)
 
 
 def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
@@ -204,16 +136,6 @@ def most_stages(tiles: HopperTiles, device: Device) -> int:
     return ((device.shared_memory - 1024) // 2 - 3 * 1024) // stage
 
 
-def unfit(tiles: HopperTiles, gemm: Gemm, device: Device) -> str | None:
-    """Why a GEMM cannot use tiles that were tuned for another one; None: it can."""
-    if tiles.packed and is_direct(gemm.num_slots, gemm.num_experts):
-        return "packs rows, and so few have no plan"
-    most = most_stages(tiles, device)
-    if not LEAST_STAGES <= tiles.num_stages <= most:
-        return f"has {tiles.num_stages} stages, shared memory holds {most}"
-    return None
-
-
 def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """The largest tile whose accumulators stay in registers, with as many stages as fit."""
     size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
@@ -233,26 +155,6 @@ def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     tiles = HopperTiles(STREAM, block_m, block_n, 1 if block_m <= 32 else 8, LEAST_STAGES)
     most = STREAM_STAGES * 128 // block_n
     return replace(tiles, num_stages=min(most, most_stages(tiles, device)))
-
-
-@lru_cache(maxsize=4096)
-def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
-    """Hopper's tiles for a GEMM that `takes` accepts; None if the portable kernel is better.
-
-    Args:
-        gemm: sizes of the GEMM.
-        device: the GPU.
-    """
-    load = load_class(gemm.num_slots, gemm.num_experts)
-    block_m = gemm.row_tile
-    many = load >= PACKED_LOAD[gemm.itemsize] or block_m == TALL_ROW_TILE
-    planned = not is_direct(gemm.num_slots, gemm.num_experts)
-    wide = gemm.n * gemm.halves >= LEAST_COLUMNS
-    if many and planned and wide and widths(PACKED, block_m, gemm.itemsize):
-        return packed_tiles(gemm, block_m, device)
-    if block_m <= STREAM_ROWS and widths(STREAM, block_m, gemm.itemsize):
-        return stream_tiles(gemm, block_m, device)
-    return None
 
 
 def packed_rows(num_slots: int, num_experts: int, block_m: int) -> int:

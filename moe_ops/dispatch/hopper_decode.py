@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.hopper import LEAST_STAGES, HopperTiles, KernelTiles
-from moe_ops.dispatch.tiles import ROW_TILES, Gemm, cdiv, is_direct
+from moe_ops.dispatch.hopper import LEAST_STAGES, HopperTiles
+from moe_ops.dispatch.tiles import Gemm, cdiv, is_direct
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.scheme.packed import CHUNK
 from moe_ops.scheme.values import SCALE_BITS
@@ -24,10 +23,6 @@ DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
 DECODE_SLOT, DECODE_SUM = "hopper_decode_slot", "hopper_decode_sum"
 """The kernel for few slots, one a program, and the kernel for GEMM 2 and the weighted sum of one
 token."""
-TUNABLE, OF_JOBS = (DECODE_FEW, DECODE_MANY), (DECODE_SLOT, DECODE_SUM)
-"""Kernels for packed weights whose tiles may be tuned, and those whose tiles follow from the
-sizes: see `Jobs`."""
-DECODING = (*TUNABLE, *OF_JOBS)
 STAGE_K = 128
 """Numbers along K of a stage."""
 JOB_WARPS, STRIP_ROWS = 8, 16
@@ -161,14 +156,6 @@ def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     return ((device.shared_memory + RESERVED_BYTES) // tiles.ctas - beside) // stage
 
 
-@lru_cache(maxsize=4096)
-def decode_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
-    """Tiles of a GEMM with packed weights."""
-    direct = is_direct(gemm.num_slots, gemm.num_experts)
-    few = gemm.row_tile in FEW_CTAS or direct  # the other kernel needs a plan
-    return (few_tiles if few else many_tiles)(gemm, quant, device)
-
-
 def few_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
     """Tiles of the kernel for few rows."""
     direct = is_direct(gemm.num_slots, gemm.num_experts)
@@ -189,46 +176,6 @@ def with_stages(tiles: HopperTiles, quant: Quant, device: Device) -> HopperTiles
     """The tiles with as many stages as fit and bring anything."""
     most = FEW_STAGES if tiles.kernel == DECODE_FEW else MANY_STAGES
     return replace(tiles, num_stages=min(most, most_stages(tiles, quant, device)))
-
-
-def decodes_weights(tiles: KernelTiles) -> bool:
-    """Whether tiles are a tunable config of a kernel for packed weights."""
-    return isinstance(tiles, HopperTiles) and tiles.kernel in TUNABLE
-
-
-def decode_widths(kernel: str, block_m: int) -> tuple[int, ...]:
-    """The values of ``block_n`` of a tunable kernel; empty if it lacks the row tile."""
-    if kernel == DECODE_FEW:
-        return (FEW_WEIGHT_ROWS,) if block_m in FEW_CTAS else ()
-    return (MANY_WEIGHT_ROWS,) if block_m in MANY_ROW_TILES else ()
-
-
-def ctas_per_sm(kernel: str, block_m: int) -> tuple[int, ...]:
-    """The values of ``ctas`` of a tunable kernel: those for which registers suffice."""
-    if kernel != DECODE_FEW:
-        return (1,)
-    return (1,) * (block_m in ONE_CTA) + tuple(sorted(FEW_CTAS.get(block_m, {2: 1.0})))
-
-
-def decode_unfit(tiles: HopperTiles, gemm: Gemm, quant: Quant, device: Device) -> str | None:
-    """Why a GEMM with packed weights cannot use given or tuned tiles; None: it can."""
-    direct = is_direct(gemm.num_slots, gemm.num_experts)
-    few, allowed = tiles.kernel == DECODE_FEW, ctas_per_sm(tiles.kernel, tiles.block_m)
-    wide = decode_widths(tiles.kernel, tiles.block_m)
-    if few and direct and tiles.block_m in ROW_TILES:  # a row tile that was asked for
-        wide = (FEW_WEIGHT_ROWS,)
-    if tiles.block_n not in wide:
-        return f"has {tiles.block_n} weight rows, {tiles.kernel} has {wide} for this row tile"
-    if direct and not few:
-        return "packs rows, and so few have no plan"
-    if few and tiles.on_demand:
-        return f"has a dynamic schedule, {tiles.kernel} has none"
-    if tiles.ctas not in allowed:
-        return f"has {tiles.ctas} CTAs per SM, registers allow {allowed}"
-    most = most_stages(tiles, quant, device)
-    if not LEAST_STAGES <= tiles.num_stages <= most:
-        return f"has {tiles.num_stages} stages, shared memory holds {most}"
-    return None
 
 
 def uniform_experts(gemm: Gemm) -> float:

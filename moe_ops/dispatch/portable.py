@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from moe_ops.activation import Formula
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.tiles import Gemm, TileConfig, cdiv, is_direct, next_power_of_2
-from moe_ops.scheme import Quant
+from moe_ops.dispatch.tiles import Gemm, TileConfig, cdiv, next_power_of_2
+from moe_ops.scheme import Scheme
 
 ACCUMULATES_WIDE = (90, 100, 103)
 """Architectures whose matrix instructions read operands from shared memory, which leaves registers
@@ -78,6 +78,12 @@ class ScaleGroups(NamedTuple):
     rows share a scale; a power of two."""
 
 
+def scaled_group(scheme: Scheme) -> int | None:
+    """Elements along K that share the scale of a row, which a K block may not cross; None: any."""
+    quant = scheme.activation
+    return None if quant is None or scheme.decoded else quant.shared_cols
+
+
 def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) -> ScaleGroups:
     """The scale groups for ``n`` output columns.
 
@@ -136,28 +142,6 @@ SLOT_TILES = TileConfig(8, 32, 128, 1, 2, 4)
 """Tiles of the kernel that quantizes the rows of few slots itself."""
 LONGEST_SLOT = 7168
 """The most columns of a row for that kernel: each program reads all of them."""
-
-
-def quantizes_slots(quant: Quant, gemm: Gemm) -> bool:
-    """Whether, for few slots, quantizing in the GEMM is faster than quantizing the rows before it.
-
-    It is faster if a row has one scale and is not too long. On an H200 it took 12.9 us against 13.5
-    (8 slots of 2 x 768 rows, K 2048) and 59.0 against 63.1 (8 of 2 x 2048, K 7168), but 16.8
-    against 12.4 with groups of 128 columns, and 47 against 37 with K 14336 (2 of 4096).
-    Batch-invariant plans must use one kernel at every load.
-
-    Args:
-        quant: quantization of the rows.
-        gemm: sizes of the GEMM.
-    """
-    follows_load = not gemm.rule.batch_invariant
-    return quant.shared_cols is None and gemm.k <= LONGEST_SLOT and follows_load
-
-
-def scaled_slot_tiles(gemm: Gemm, quant: Quant) -> TileConfig | None:
-    """Tiles of a GEMM that quantizes its rows itself; None if rows are quantized before it."""
-    few = is_direct(gemm.num_slots, gemm.num_experts)
-    return SLOT_TILES if few and quantizes_slots(quant, gemm) else None
 
 
 @lru_cache(maxsize=4096)

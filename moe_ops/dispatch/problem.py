@@ -15,9 +15,10 @@ import torch
 from moe_ops.activation import Formula, formula, row_steps
 from moe_ops.dispatch.hopper_decode import decodes
 from moe_ops.dispatch.operands import OperandSpecs
+from moe_ops.dispatch.portable import ScaleGroups, scale_groups, scaled_group
 from moe_ops.dispatch.tiles import Gemm, TileRule
-from moe_ops.scheme import Quant, Scheme, get_scheme
-from moe_ops.scheme.packed import PACKED_DTYPE
+from moe_ops.scheme import WHOLE, Quant, Scheme, get_scheme
+from moe_ops.scheme.packed import PACKED_DTYPES
 from moe_ops.scheme.weights import rows_per_scale
 
 BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
@@ -104,6 +105,35 @@ class GemmProblem(NamedTuple):
         return self.sizes.itemsize if self.quant is None else 1
 
     @property
+    def gemm(self) -> Gemm:
+        """Sizes of the product, whose ``itemsize`` is that of the operands that are multiplied."""
+        return self.sizes._replace(itemsize=self.operand_itemsize)
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a stored weight."""
+        weight = get_scheme(self.scheme).weight
+        if weight is None or self.quant is not None:
+            return 8 * self.operand_itemsize
+        return weight.element.stored_bits
+
+    @property
+    def rounded(self) -> bool:
+        """Whether rows take the values of a quantized format, but are multiplied in bf16."""
+        return self.quant is None and get_scheme(self.scheme).activation is not None
+
+    @property
+    def groups(self) -> ScaleGroups | None:
+        """The scale groups of two quantized operands; None: the operands are not quantized."""
+        scheme, weight_rows = get_scheme(self.scheme), self.scale_rows
+        if self.quant is None or scheme.weight is None:
+            return None
+        if weight_rows is None:
+            rows = scheme.weight.group.rows
+            weight_rows = self.weight[1] if rows == WHOLE else rows
+        return scale_groups(self.sizes.n, scaled_group(scheme), weight_rows, self.rule)
+
+    @property
     def rule(self) -> Formula | None:
         """Formula of the activation; None without one."""
         return formula(self.activation) if self.activation else None
@@ -150,7 +180,7 @@ def problem_of(operands: OperandSpecs) -> GemmProblem:
     )
     weight = (experts, n, width * scheme.numbers_per_entry(w.dtype))
     itemsize = 2 if scheme.decoded else a.dtype.itemsize
-    packed = w.dtype == PACKED_DTYPE
+    packed = w.dtype in PACKED_DTYPES
     unread = _unread(operands, scheme) if packed else ""
     boxes = not unread if packed else not operands.adds and _boxable(operands, scheme)
     rows, scales = _row_facts(operands, scheme)

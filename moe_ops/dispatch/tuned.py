@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_ops.dispatch.device import Device, plain_name
-from moe_ops.dispatch.hopper import HopperTiles, KernelTiles, hopper_tiles, unfit
-from moe_ops.dispatch.hopper_decode import decode_tiles, decode_unfit, decodes_weights
-from moe_ops.dispatch.portable import shared_bytes
-from moe_ops.dispatch.tiles import Gemm, TileConfig, last_class, load_class
+from moe_ops.dispatch.families import BY_NAME, Family, serving
+from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
+from moe_ops.dispatch.plan import DEFAULT
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import Gemm, last_class, load_class
 from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, check_name, parse
-from moe_ops.scheme import Quant
 
 VARIABLE = "MOE_OPS_TUNED_DIR"
 """Environment variable that names the user's folder of tuned files."""
@@ -45,23 +45,6 @@ FOLDER: str | Path | None = os.environ.get(VARIABLE) or CACHE
 """The user's folder of tuned files; None: there is none."""
 PACKAGED = files("moe_ops") / "configs"
 """The package's folder of tuned files."""
-DEFAULT = "analytic default"
-
-
-class Choice(NamedTuple):
-    """The tiles of a GEMM."""
-
-    plain: TileConfig
-    """Tiles of the portable kernel."""
-    source: str
-    """Where `tiles` come from and, if a tuned file exists but is not used, why not."""
-    hopper: HopperTiles | None = None
-    """Tiles of a Hopper kernel, which is preferred if it takes the tensors; None: no kernel."""
-
-    @property
-    def tiles(self) -> KernelTiles:
-        """Tiles of the preferred kernel."""
-        return self.hopper or self.plain
 
 
 class Found(NamedTuple):
@@ -170,62 +153,37 @@ TABLES = read_all()
 
 
 def choose(
-    gemm: Gemm,
-    scheme: str,
-    weight_bits: int,
-    device: Device,
-    default: TileConfig,
-    *,
-    hopper: bool,
-    tables: Tables,
-    decoded: Quant | None = None,
-) -> Choice:
-    """The kernel and the tiles of a GEMM: a tuned file's entry, else the analytic choice.
+    problem: GemmProblem, device: Device, tables: Tables
+) -> tuple[tuple[Family, KernelTiles] | None, str]:
+    """The family and the tiles that a tuned file has for a GEMM, if one does, and the source.
 
-    The analytic choice is a Hopper kernel if it was measured to be faster, else the portable
-    kernel. A tuned entry applies to loads in its rows-per-expert bucket if the plan has the row
-    tile that the entry was timed with; of several entries, the one with the nearest number of
-    tokens is used. Batch-invariant plans and float32 rows were not timed. Packed weights have
-    kernels of their own, and their entries apply to no other GEMM.
+    A tuned entry applies to loads in its rows-per-expert bucket if the plan has the row tile that
+    the entry was timed with; of several entries, the one with the nearest number of tokens is used.
+    Batch-invariant plans and float32 rows were not timed. Packed weights have kernels of their own,
+    and their entries apply to no other GEMM.
 
     Args:
-        gemm: sizes of the GEMM.
-        scheme: key of the scheme.
-        weight_bits: bits of a stored weight.
+        problem: the GEMM.
         device: the GPU.
-        default: tiles of the portable kernel without a tuned entry.
-        hopper: whether Hopper's kernels take the GEMM (`moe_ops.dispatch.hopper.takes`).
         tables: tables of tuned files.
-        decoded: format of the weight if it is packed and Hopper's kernels decode it, else None.
+
+    Returns:
+        A family that takes the GEMM with these tiles, or None; and where tiles come from, with why
+        a tuned file that exists is not used.
     """
-    if decoded is not None:
-        own: HopperTiles | None = decode_tiles(gemm, decoded, device)
-    else:
-        own = hopper_tiles(gemm, device) if hopper else None
-    layer = tables.get((plain_name(device.name), scheme), {}).get(_layer_sizes(gemm))
+    gemm = problem.gemm
+    layer = tables.get((plain_name(device.name), problem.scheme), {}).get(_layer_sizes(gemm))
     if layer is None or gemm.rule.batch_invariant or gemm.itemsize == 4:
-        return Choice(default, DEFAULT, own)
-    entry = _nearest(layer, gemm, packed=decoded is not None)
+        return None, DEFAULT
+    entry = _nearest(layer, gemm, packed=problem.packed)
     if entry is None:
-        at = "this load" if decoded is None else "packed weights at this load"
-        return Choice(default, f"{DEFAULT} ({layer.file} has nothing for {at})", own)
-    tiles, why = _tiles_of(entry, gemm), None
-    if isinstance(tiles, TileConfig):
-        taken = shared_bytes(tiles, gemm, weight_bits)
-        if taken > device.shared_memory:
-            why = f"takes {taken} bytes of shared memory, there are {device.shared_memory}"
-    elif decoded is not None:
-        why = decode_unfit(tiles, gemm, decoded, device)
-    elif not hopper:
-        why = f"names {tiles.kernel}, which does not take this GEMM"
-    else:
-        why = unfit(tiles, gemm, device)
-    if why is not None:
-        return Choice(default, f"{DEFAULT} ({layer.file} {why})", own)
-    source = f"tuned ({layer.file})"
-    if isinstance(tiles, HopperTiles):
-        return Choice(default, source, tiles)
-    return Choice(tiles, source)
+        at = "packed weights at this load" if problem.packed else "this load"
+        return None, f"{DEFAULT} ({layer.file} has nothing for {at})"
+    tiles = _tiles_of(entry, gemm)
+    family = serving(tiles, problem, device)
+    if isinstance(family, str):
+        return None, f"{DEFAULT} ({layer.file} {family})"
+    return (family, tiles), f"tuned ({layer.file})"
 
 
 def _layer_sizes(gemm: Gemm) -> Sizes:
@@ -256,6 +214,11 @@ def _nearest(layer: TunedLayer, gemm: Gemm, *, packed: bool) -> Entry | None:
         for entry in layer.entries
         if class_of(entry.num_tokens * layer.top_k) == mine
         and entry.gemm1.block_m == block_m
-        and decodes_weights(_tiles_of(entry, gemm)) == packed
+        and for_packed(_tiles_of(entry, gemm)) == packed
     ]
     return min(near, key=distance, default=None)
+
+
+def for_packed(tiles: KernelTiles) -> bool:
+    """Whether a kernel for packed weights has such tiles."""
+    return isinstance(tiles, HopperTiles) and BY_NAME[tiles.kernel].fragments

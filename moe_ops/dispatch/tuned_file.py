@@ -16,27 +16,13 @@ import json
 import re
 from typing import Any, NamedTuple
 
-import torch
-
 from moe_ops.dispatch.device import plain_name
-from moe_ops.dispatch.hopper import (
-    KERNELS,
-    LEAST_STAGES,
-    HopperTiles,
-    KernelTiles,
-    operand_bytes,
-    widths,
-)
-from moe_ops.dispatch.hopper_decode import (
-    DECODE_FEW,
-    TUNABLE,
-    ctas_per_sm,
-    decode_widths,
-    decodes,
-)
+from moe_ops.dispatch.families import TUNABLE
+from moe_ops.dispatch.families.many_rows import Persistent
+from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
+from moe_ops.dispatch.portable import scaled_group
 from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, ROW_TILES, TileConfig
-from moe_ops.scheme import Scheme, get_scheme, packs
-from moe_ops.scheme.packed import CHUNK
+from moe_ops.scheme import Scheme, get_scheme
 
 _NUMBER = r"([1-9][0-9]{0,8})"
 _NAME = re.compile(rf"E={_NUMBER},N={_NUMBER},K={_NUMBER},device_name=([^,]+),scheme=([^,]+)\.json")
@@ -50,8 +36,8 @@ MAX_TOP_K = 2**16
 HOPPER_SIZES = ("BLOCK_N", "GROUP_M", "num_stages")
 """Keys of a Hopper kernel's config, in the order of `HopperTiles`; ``BLOCK_N``: weight rows.
 
-``ON_DEMAND`` (default: false) and, for `DECODE_FEW`, ``CTAS`` (CTAs per SM) follow."""
-NAMED = (*KERNELS, *TUNABLE)
+``ON_DEMAND`` (default: false) and, for a kernel with a choice, ``CTAS`` (CTAs per SM) follow."""
+NAMED = {family.kernel: family for family in TUNABLE if isinstance(family, Persistent)}
 """Kernels that a file may name."""
 Sizes = tuple[int, int, int]
 """E, N and K of a layer."""
@@ -99,7 +85,7 @@ def written(tiles: KernelTiles) -> dict[str, Any]:
     sizes = {size: getattr(tiles, size.lower()) for size in (HOPPER_SIZES if own else SIZES)}
     if not isinstance(tiles, HopperTiles):
         return sizes
-    more = {"CTAS": tiles.ctas} if tiles.kernel == DECODE_FEW else {}
+    more = {"CTAS": tiles.ctas} if NAMED[tiles.kernel].ctas(tiles.block_m) != (1,) else {}
     return {"kernel": tiles.kernel, **sizes, "ON_DEMAND": tiles.on_demand, **more}
 
 
@@ -151,6 +137,10 @@ def _power(file: str, key: str, value: Any, least: int, most: int) -> None:
     _require(value & (value - 1) == 0, file, key, "be a power of two", value)
 
 
+def _among(file: str, key: str, value: Any, allowed: tuple[int, ...]) -> None:
+    _require(type(value) is int and value in allowed, file, key, f"be among {allowed}", value)
+
+
 def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
     _require(_COUNT.fullmatch(key), file, "a key", "be top_k or a token count", key)
     _require(isinstance(value, dict), file, key, "be an object", value)
@@ -182,37 +172,22 @@ def _hopper_tiles(
     file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Scheme
 ) -> HopperTiles:
     kernel = tiles["kernel"]
-    _require(kernel in NAMED, file, f"{at}.kernel", f"be among {NAMED}", kernel)
-    there = _widths(kernel, block_m, scheme)
+    named = type(kernel) is str and kernel in NAMED
+    _require(named, file, f"{at}.kernel", f"be among {(*NAMED,)}", kernel)
+    family = NAMED[kernel]
+    there, allowed = family.widths(block_m, scheme), family.ctas(block_m)
     rule = f"be one that has {scheme.name} in tiles of {block_m} rows"
     _require(there, file, f"{at}.kernel", rule, kernel)
-    block_n = tiles.get("BLOCK_N")
-    known = type(block_n) is int and block_n in there
-    _require(known, file, f"{at}.BLOCK_N", f"be among {there}", block_n)
+    _among(file, f"{at}.BLOCK_N", tiles.get("BLOCK_N"), there)
     _whole(file, f"{at}.GROUP_M", tiles.get("GROUP_M"), most=LARGEST["GROUP_M"])
     most = LARGEST["num_stages"]
-    _whole(file, f"{at}.num_stages", tiles.get("num_stages"), LEAST_STAGES, most)
+    _whole(file, f"{at}.num_stages", tiles.get("num_stages"), family.LEAST_STAGES, most)
     on_demand = tiles.get("ON_DEMAND", False)
+    ctas: Any = tiles.get("CTAS", 1 if allowed == (1,) else None)
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
-    few, allowed = kernel == DECODE_FEW, ctas_per_sm(kernel, block_m)
-    _require(not (few and on_demand), file, f"{at}.ON_DEMAND", f"be false for {kernel}", on_demand)
-    ctas: Any = tiles.get("CTAS", None if few else 1)
-    known = type(ctas) is int and ctas in allowed
-    _require(known, file, f"{at}.CTAS", f"be among {allowed}", ctas)
+    _require(
+        family.packs or not on_demand, file, f"{at}.ON_DEMAND", f"be false for {kernel}", on_demand
+    )
+    _among(file, f"{at}.CTAS", ctas, allowed)
     block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
     return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand, ctas)
-
-
-def _widths(kernel: str, block_m: int, scheme: Scheme) -> tuple[int, ...]:
-    """The values of ``BLOCK_N`` that a Hopper kernel has for a scheme; empty: not that scheme."""
-    if kernel in TUNABLE:
-        served = packs(scheme, CHUNK, CHUNK) and decodes(scheme, torch.bfloat16)
-        return decode_widths(kernel, block_m) if served else ()
-    itemsize = operand_bytes(scheme)
-    return () if itemsize is None else widths(kernel, block_m, itemsize)
-
-
-def scaled_group(scheme: Scheme) -> int | None:
-    """Elements along K that share the scale of a row, which a K block may not cross; None: any."""
-    quant = scheme.activation
-    return None if quant is None or scheme.decoded else quant.shared_cols

@@ -8,12 +8,13 @@ the rows, the number of all experts, and the part of each expert.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.rank_tensor import Piece, RankTensor
 
 WHOLE_EXPERTS = (0, 1)
 """The part of a rank that does not share its experts with others."""
@@ -21,41 +22,26 @@ ORDER = "w13_input_order"
 """The end of the name of a tensor that may have one row for all experts."""
 
 
-class RankState(Tensor):
-    """The entry ``_extra_state`` of one rank, which `torch.distributed.checkpoint` refuses.
+class RankState(RankTensor):
+    """The entry ``_extra_state`` of one rank.
 
-    It would save the tensors of one rank for all of them, because their names are the same. The
-    entry is pickled, and saved in every other format, as the plain tensor that it is.
+    `torch.distributed.checkpoint` saves and loads ``whole`` instead, the entry of the layer on one
+    rank, since the tensors that it saves are those of the whole layer.
     """
 
-    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:  # noqa: PLW3201 (its name)
-        """Refuse to save."""
-        _refuse_distributed_checkpoint(fqn)
+    whole: Tensor
 
-    def __create_chunk_list__(self) -> NoReturn:  # noqa: PLW3201
-        """Refuse to load."""
-        _refuse_distributed_checkpoint("_extra_state")
-
-    def __get_tensor_shard__(self, index: Any) -> NoReturn:  # noqa: PLW3201
-        """Refuse to load."""
-        _refuse_distributed_checkpoint("_extra_state")
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        """Copy; the base class would ask for more methods."""
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor, which ``torch.load(.., weights_only=True)`` takes."""
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+    def __get_tensor_shard__(self, index: Any) -> Tensor:  # noqa: PLW3201 (its name)
+        """Return the memory of ``whole``."""
+        return self.whole
 
 
-def _refuse_distributed_checkpoint(name: str) -> NoReturn:
-    raise NotImplementedError(
-        "torch.distributed.checkpoint must not be used for a FusedMoE over several ranks, because "
-        "it keeps the experts of one rank for all of them (there is no sharded state dict yet): "
-        f"save each rank's state_dict in a file of its own, with torch.save or safetensors, got "
-        f"{name!r} of such a layer"
-    )
+def rank_state(entry: Tensor, whole: Tensor, refusal: str) -> RankState:
+    """Return the entry of a rank, which knows that of the whole layer."""
+    state = entry.as_subclass(RankState)
+    state.global_shape, state.whole, state.refusal = whole.shape, whole, refusal
+    state.pieces = (Piece((0,), (0,), tuple(whole.shape)),)
+    return state
 
 
 class RankPart(NamedTuple):

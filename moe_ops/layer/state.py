@@ -18,7 +18,9 @@ from torch import Tensor
 from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.packing import FP8, PACKED, PLAIN, WEIGHTS, converted, form_names, forms_of
 from moe_ops.layer.parameters import parameter_specs
-from moe_ops.layer.saved_rank import RankPart, RankState
+from moe_ops.layer.rank_tensor import plain_tensor
+from moe_ops.layer.saved_rank import RankPart, RankState, rank_state
+from moe_ops.layer.sharded import rank_tensors, refusal_of
 from moe_ops.scheme import Quant
 
 STATE = "_extra_state"
@@ -49,9 +51,8 @@ class SchemeState(HoldsExperts):
         forms = {*forms_of(self).values()} - {PLAIN}
         if forms:  # of one weight, or of both
             said["form"] = min(forms)
-        said |= RankPart.of(self).entries()
-        entry = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
-        return entry.as_subclass(RankState) if self.is_spread else entry
+        entry = _entry(said | RankPart.of(self).entries())
+        return rank_state(entry, _entry(said), refusal_of(self)) if self.is_spread else entry
 
     def set_extra_state(self, state: Any) -> None:
         """Compare the form in a state dict with the layer's; nothing is stored.
@@ -61,11 +62,21 @@ class SchemeState(HoldsExperts):
         """
         if isinstance(state, Tensor) and state.is_meta:
             return  # has no content
-        problem = stored_as(state).differs_from(
-            self.sizes.plain.scheme.weight, interleaved=self.sizes.interleaved
-        )
-        if problem:
-            raise ValueError(problem)
+        for entry in (state, getattr(state, "whole", state)):  # loaded with a whole layer's tensors
+            problem = stored_as(entry).differs_from(
+                self.sizes.plain.scheme.weight, interleaved=self.sizes.interleaved
+            )
+            if problem:
+                raise ValueError(problem)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save as `nn.Module` does; tensors of one rank know their place in the whole layer's."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.is_spread or keep_vars:
+            return
+        own = {name: destination[prefix + name] for name, _ in self.named_parameters(recurse=False)}
+        for name, x in rank_tensors(self, own).items():
+            destination[prefix + name] = x
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: Any,
@@ -77,7 +88,10 @@ class SchemeState(HoldsExperts):
         Rows are loaded where the layer holds their experts now, and weights in the layer's form:
         plain, packed or held as fp8.
         """
-        state_dict = dict(state_dict)
+        state_dict = {
+            name: x if isinstance(x, RankState) else plain_tensor(x)
+            for name, x in state_dict.items()
+        }
         saved, order_key = state_dict.get(prefix + STATE), prefix + "w13_input_order"
         try:
             self.set_extra_state(self.get_extra_state() if saved is None else saved)
@@ -166,6 +180,10 @@ class SchemeState(HoldsExperts):
                 f"w13_input_order must have permutations of 0..{width - 1} as rows, got others"
             )
         return order.int()
+
+
+def _entry(said: dict[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
 
 
 class StoredAs(NamedTuple):

@@ -7,7 +7,7 @@ from math import prod
 
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.gemm_plan import GemmPlan, plan_gemm
+from moe_ops.dispatch.gemm_plan import GemmPlan, PassedOver, passed_over, plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
@@ -32,6 +32,8 @@ class Cost:
     """Names of both GEMMs' kernels, as in `moe_ops.dispatch.gemm_plan`; None like `gemm1`."""
     tiles_from: tuple[str, str] | None
     """Where the tiles of GEMM 1 and of GEMM 2 come from."""
+    passed_over: tuple[PassedOver, PassedOver] | None
+    """Kernels that were passed over for GEMM 1 and for GEMM 2, each with why."""
     active_experts: float
     """Average number of local experts that have a token."""
     weight_bytes: int
@@ -44,7 +46,8 @@ class Cost:
     """Floating-point operations of both GEMMs; a multiplication and an addition count as two."""
     floor_us: float | None
     """The longer of two times: moving weights and tokens (no intermediates) at the measured read
-    bandwidth, and computing the products at the measured rate of dense GEMMs."""
+    bandwidth, and computing the products at the measured rate of dense GEMMs. It is an estimate, no
+    bound: a GPU may move bytes a little faster in another run."""
     workspace_bytes: int | None
     """Bytes of all buffers that the experts' ``workspace_shapes`` names, the output included. For
     the peak memory of a whole layer see `moe_ops.workspace_nbytes`."""
@@ -67,13 +70,15 @@ def cost_of(
     activation_bytes = 2 * num_tokens * hidden * itemsize
     h_bits = 8 * itemsize if scheme.activation is None else scheme.activation.element.stored_bits
     flops = round(2 * slots * sum(n * k for n, k in shapes))
-    plans = _plans(config, scheme, experts, num_tokens, target.facts)
+    both = _plans(config, scheme, experts, num_tokens, target.facts)
+    plans = both and (both[0][0], both[1][0])
     return Cost(
         num_tokens=num_tokens,
         gemm1=plans and plans[0].config,
         gemm2=plans and plans[1].config,
         kernels=plans and (plans[0].kernel, plans[1].kernel),
         tiles_from=plans and (plans[0].source, plans[1].source),
+        passed_over=both and (both[0][1], both[1][1]),
         active_experts=active,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
@@ -117,7 +122,7 @@ def _floor_us(nbytes: int, flops: int, math: str, target: Target) -> float | Non
     speed = target.speed
     if speed is None:
         return None
-    # Products whose rate was not measured count as 0: the floor stays a lower bound.
+    # Products whose rate was not measured count as 0.
     products = flops / speed.flops[math] if math in speed.flops else 0.0
     return 1e6 * max(nbytes / speed.read_bytes_per_s, products)
 
@@ -146,8 +151,10 @@ def _plans(
     experts: FusedMoEExperts,
     num_tokens: int,
     device: Device | None,
-) -> tuple[GemmPlan, GemmPlan] | None:
+) -> tuple[tuple[GemmPlan, PassedOver], tuple[GemmPlan, PassedOver]] | None:
     """The plans of both GEMMs, as their launchers make them; None if the GEMMs have no plan.
+
+    Beside each plan stand the kernels that come before the plan's.
 
     Weights are in the form in which a layer keeps them: packed where a kernel reads that.
     """
@@ -168,7 +175,7 @@ def _plans(
     rule = rule_of(scheme.key, dtype.itemsize, arch, device.row_tile, config.batch_invariant)
     gates = 2 if config.is_act_and_mul else 1
 
-    def plan(n: int, k: int, activation: str, top_k: int) -> GemmPlan:
+    def plan(n: int, k: int, activation: str, top_k: int) -> tuple[GemmPlan, PassedOver]:
         shape = (num_experts, n, k)
         packed = serves_packed(shape, scheme, dtype, device, config.batch_invariant)
         operands = layer_operands(
@@ -179,6 +186,7 @@ def _plans(
             scales = scheme.quants[0].batched_scale_shape(num_experts, most, k)
             scale = TensorSpec.contiguous(operands.a_scale.dtype, *scales)
             operands = operands._replace(a_scale=scale)
-        return plan_gemm(problem_of(operands), device)
+        problem = problem_of(operands)
+        return plan_gemm(problem, device), passed_over(problem, device)
 
     return plan(gates * width, hidden, activation, top_k), plan(hidden, width, "", 1)

@@ -22,7 +22,7 @@ MEASURED = {
     "NVIDIA H200": Speed(4.67e12, {"bf16": 758e12, "fp8": 1490e12}),
     "NVIDIA H100 80GB HBM3": Speed(3.11e12, {"bf16": 761e12, "fp8": 1449e12}),
 }
-"""Rates by `torch.cuda.get_device_name`; other GPUs have no floor."""
+"""Rates by `torch.cuda.get_device_name`; other GPUs have no estimate of times."""
 
 
 class Target(NamedTuple):

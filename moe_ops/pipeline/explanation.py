@@ -12,8 +12,8 @@ import torch
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.brief import aligned
+from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
-from moe_ops.dispatch.hopper_decode import DECODING
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.costs import Cost, cost_of
 from moe_ops.pipeline.devices import Target, target_named, target_of
@@ -141,7 +141,7 @@ class Explanation:
         if not self.costs:
             return ""
         head = ["tokens", "GEMM 1", "GEMM 2", "experts", "weights", "in + out", "between"]
-        lines = [[*head, "GFLOP", "floor us", "workspace"]]
+        lines = [[*head, "GFLOP", "estimate us", "workspace"]]
         for cost in self.costs:
             moved = (cost.weight_bytes, cost.activation_bytes, cost.intermediate_bytes)
             lines.append(
@@ -168,36 +168,37 @@ class Explanation:
         notes = [
             *self._weights(),
             "experts: number that have a token, on average, under uniform routing",
-            "between: rows between the GEMMs, written once and read once (not in the floor)",
+            "between: rows between the GEMMs, written once and read once (not in the estimate)",
         ]
         parallel = self.config.moe_parallel_config
         if parallel.exchanges_tokens:
             notes.append(
                 f"tokens: of all {parallel.layer_size} ranks together; the links are not in the "
-                "floor"
+                "estimate"
             )
         if self.costs[0].gemm1 is not None:
             notes.append("tiles: rows x columns x K / warps / stages")
             both = [tiles for cost in self.costs for tiles in (cost.gemm1, cost.gemm2)]
             if any(isinstance(tiles, HopperTiles) for tiles in both):
                 notes.append("tiles of Hopper's own kernels: rows x weight rows / stages")
-            notes.extend(self._tiles_from())
+            notes.extend((*self._tiles_from(), *self._passed_over()))
         elif facts is None:
             notes.append("tiles: none, the CPU runs the references")
         speed = self.target.speed
         if speed is None:
-            notes.append(f"floor: none, no rates were measured on {self.target.gpu or 'a CPU'}")
+            notes.append(f"estimate: none, no rates were measured on {self.target.gpu or 'a CPU'}")
         else:
             rates = ", ".join(f"{rate / 1e12:.0f} {name}" for name, rate in speed.flops.items())
             notes.append(
-                f"floor: weights and tokens at {speed.read_bytes_per_s / 1e12:.2f} TB/s or the "
+                f"estimate: weights and tokens at {speed.read_bytes_per_s / 1e12:.2f} TB/s or the "
                 f"products at {rates} TFLOP/s, as measured on an {self.target.gpu}"
             )
         return "\n".join(notes)
 
     def _weights(self) -> list[str]:
         """A line about MXFP4 weights that may be held as fp8."""
-        packed = any(set(DECODING) & set(cost.kernels or ()) for cost in self.costs)
+        kernels = (kernel for cost in self.costs for kernel in cost.kernels or ())
+        packed = any(BY_NAME[kernel].fragments for kernel in kernels)
         form = "packed" if packed else "plain"
         if self.exact_rows is not None:
             plain, exact, rows = self.exact_rows
@@ -253,6 +254,17 @@ class Explanation:
         if len(users) == 1:
             return [f"tiles: {source}" for source in users]
         return [f"tiles: {source}: {', '.join(of)}" for source, of in users.items()]
+
+    def _passed_over(self) -> list[str]:
+        """One line for each reason why kernels were passed over, with the GEMMs."""
+        kernels: dict[str, dict[str, None]] = {}
+        gemms: dict[str, dict[str, None]] = {}
+        for cost in self.costs:
+            for which, found in enumerate(cost.passed_over or (), start=1):
+                for kernel, why in found:
+                    kernels.setdefault(why, {})[kernel] = None
+                    gemms.setdefault(why, {})[f"GEMM {which} of {cost.num_tokens}"] = None
+        return [f"not {', '.join(kernels[why])}: {why}: {', '.join(gemms[why])}" for why in gemms]
 
 
 class Explainable(Protocol):

@@ -12,7 +12,7 @@ from moe_ops import checks
 from moe_ops.activation import MoEActivation
 from moe_ops.dispatch.problem import scaled_in_rows_dtype
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Quant, is_packed
-from moe_ops.scheme.packed import PACKED_DTYPE, check_packed, groups_first
+from moe_ops.scheme.packed import PACKED_DTYPES, check_packed, groups_first
 
 SCALE_DTYPES = {"e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,)}
 """Dtypes of scales that are not stored as ordinary floats, by the form of the scale."""
@@ -36,7 +36,7 @@ def check_quantized(
         raise ValueError(f"quant_config must have quantized weights, got scheme {scheme.name}")
     config.check_complete()
     for name, w in (("w1", w1), ("w2", w2)):
-        checks.tensor(name, w, 3, (quant.dtype, PACKED_DTYPE))
+        checks.tensor(name, w, 3, (quant.dtype, *PACKED_DTYPES))
         checks.same_device(name, w, "hidden_states", hidden_states)
         checks.one_unit_stride(name, w)
     hidden, intermediate = hidden_states.shape[1], _columns(w2, quant)

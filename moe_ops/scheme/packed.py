@@ -36,6 +36,8 @@ from moe_ops.tensors import QTensor
 
 PACKED_DTYPE = torch.int32
 """Dtype of packed weights, and of no plain ones."""
+PACKED_DTYPES = (PACKED_DTYPE,)
+"""Dtypes of all packed forms."""
 CHUNK = 64
 """Rows of a chunk, and its numbers along K."""
 _ROWS, _COLS = (4, 8, 2), (2, 2, 2, 4, 2)
@@ -55,7 +57,7 @@ def is_packed(w: Tensor) -> bool:
     Returns:
         True for `pack_weight`'s dtype, int32.
     """
-    return w.dtype == PACKED_DTYPE
+    return w.dtype in PACKED_DTYPES
 
 
 def packs(scheme: str | Scheme, n: int, k: int) -> bool:

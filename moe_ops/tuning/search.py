@@ -10,62 +10,31 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_ops.dispatch.blackwell import is_block_scaled
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.gemm_plan import FIXED, analytic_tiles, is_hoppers, plan_gemm, stored_gemm
-from moe_ops.dispatch.hopper import (
-    KERNELS,
-    PACKED,
-    HopperTiles,
-    KernelTiles,
-    hopper_tiles,
-    most_stages,
-    packed_tiles,
-    stream_tiles,
-    unfit,
-    widths,
-)
-from moe_ops.dispatch.hopper_decode import (
-    DECODE_FEW,
-    FEW_CTAS,
-    FEW_STAGES,
-    MANY_ROW_TILES,
-    ctas_per_sm,
-    decode_tiles,
-    decode_unfit,
-    decodes_weights,
-    few_tiles,
-    many_tiles,
-    with_stages,
-)
+from moe_ops.dispatch.families import FIXED, TUNABLE, serving
+from moe_ops.dispatch.families.base import Tunable
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import layer_operands
-from moe_ops.dispatch.portable import shared_bytes
-from moe_ops.dispatch.problem import GemmProblem, problem_of
+from moe_ops.dispatch.problem import GemmProblem, problem_of, without_sum
 from moe_ops.dispatch.row_tiles import rule_of
-from moe_ops.dispatch.tiles import ROW_TILES, load_class
-from moe_ops.dispatch.tuned_file import Sizes, file_name, scaled_group, written
+from moe_ops.dispatch.tiles import load_class
+from moe_ops.dispatch.tuned_file import Sizes, file_name, written
 from moe_ops.pipeline.packing import serves_packed
-from moe_ops.scheme import Quant, Scheme
+from moe_ops.scheme import Scheme
 
 DTYPE = torch.bfloat16
 """Dtype of the rows."""
 DIMENSIONS = ("block_n", "ctas", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
 """The order in which fields are tried; twice, if the first round found anything."""
-GROUPS = (1, 8, 32)
-"""Values of ``group_m`` to try for the portable kernels."""
-PACKED_GROUPS = (3, 4, 8, 16, 32)
-"""Values of ``group_m`` to try for the persistent Hopper kernels that pack rows."""
-FEW_GROUPS = (1, 2, 4, 8)
-"""Values of ``group_m`` to try for the kernel that decodes packed weights for few rows."""
-ACCUMULATORS = 128
-"""The most registers per thread for accumulators, of 255."""
 HOPELESS = 1.25
 """A kernel is not searched if its default takes more than this many times the best time."""
 MARGIN = 0.02
@@ -154,106 +123,38 @@ class Subject:
 
     def has_tiles(self, num_tokens: int) -> bool:
         """Whether tiles that a file can set serve a GEMM of so many tokens."""
+        fixed = {family.kernel for family in FIXED}
         plans = (plan_gemm(self.problem(num_tokens, which), self.device) for which in (1, 2))
-        return any(plan.kernel not in FIXED for plan in plans)
+        return any(plan.kernel not in fixed for plan in plans)
 
     def kernels(self, num_tokens: int, which: int) -> list[KernelTiles]:
-        """Every kernel's analytic tiles for GEMM 1 or 2; the default first."""
-        problem = self.problem(num_tokens, which)
-        if problem.packed:
-            return self._decoding(problem)
-        row_tile, plain = problem.sizes.row_tile, analytic_tiles(problem, self.device)
-        found: list[KernelTiles] = [plain] * (row_tile in ROW_TILES)
-        if not is_hoppers(problem, self.device):
-            return found
-        gemm, _ = stored_gemm(problem.sizes, self.scheme)
-        for kernel in KERNELS:
-            if widths(kernel, row_tile, gemm.itemsize):
-                make = packed_tiles if kernel == PACKED else stream_tiles
-                tiles = make(gemm, row_tile, self.device)
-                found += [tiles] * (unfit(tiles, gemm, self.device) is None)
-        default = hopper_tiles(gemm, self.device)
-        return sorted(found, key=lambda tiles: tiles != default)
-
-    @property
-    def _quant(self) -> Quant:
-        """The format of the weights, which are quantized."""
-        return cast(Quant, self.scheme.weight)
-
-    def _decoding(self, problem: GemmProblem) -> list[KernelTiles]:
-        """Analytic tiles of every kernel for a packed weight; the default first."""
-        gemm, quant = problem.sizes, self._quant
-        default = decode_tiles(gemm, quant, self.device)
-        made = {default.kernel: default}
-        for makes, tiles in ((few_tiles, FEW_CTAS), (many_tiles, MANY_ROW_TILES)):
-            if gemm.row_tile in tiles:
-                other = makes(gemm, quant, self.device)
-                made.setdefault(other.kernel, other)
-        return [t for t in made.values() if decode_unfit(t, gemm, quant, self.device) is None]
+        """Every family's analytic tiles for GEMM 1 or 2; the default first."""
+        problem, device = without_sum(self.problem(num_tokens, which)), self.device
+        takers = [family for family in TUNABLE if family.why_not(problem, device) is None]
+        takers.sort(key=lambda family: family.why_another(problem, device) is not None)
+        made = [(family, family.tiles(problem, device)) for family in takers]
+        return [
+            tiles
+            for family, tiles in made
+            if tiles.block_m == problem.sizes.row_tile
+            and family.unfit(tiles, problem, device) is None
+        ]
 
     def allows(self, trial: Trial) -> bool:
         """Whether a trial's tiles fit the scheme's groups, shared memory and registers."""
-        tokens, which, tiles = trial
-        gemm, bits = stored_gemm(self.problem(tokens, which).sizes, self.scheme)
-        if isinstance(tiles, HopperTiles) and decodes_weights(tiles):
-            fits = decode_unfit(tiles, gemm, self._quant, self.device) is None
-            return fits and tiles.num_stages <= FEW_STAGES
-        if isinstance(tiles, HopperTiles):
-            return unfit(tiles, gemm, self.device) is None
-        group = scaled_group(self.scheme)
-        sums = tiles.block_m * tiles.block_n * gemm.halves // (32 * tiles.num_warps)
-        if gemm.itemsize == 1:  # the product of a step of K takes registers of its own
-            sums *= 2
-        return (
-            16 <= tiles.block_n <= 256
-            and min(32, group or 32) <= tiles.block_k <= min(256, group or 256)
-            and 2 <= tiles.num_warps <= 16
-            and 1 <= tiles.num_stages <= 6
-            and sums <= ACCUMULATORS
-            and shared_bytes(tiles, gemm, bits) <= self.device.shared_memory
-        )
+        problem = without_sum(self.problem(trial.num_tokens, trial.gemm))
+        family = serving(trial.tiles, problem, self.device)
+        return isinstance(family, Tunable) and family.worth(trial.tiles, problem)
 
     def neighbours(self, trial: Trial, size: str) -> list[Trial]:
         """The allowed trials that differ in one field by a step."""
-        if isinstance(trial.tiles, HopperTiles):
-            return self._hopper_neighbours(trial, trial.tiles, size)
-        now = getattr(trial.tiles, size, 0)  # a TileConfig has no "on_demand"
-        values: Sequence[int] = (now // 2, now * 2) if now else ()
-        if size == "num_stages":
-            values = (now - 1, now + 1)
-        elif size == "group_m":  # with one row tile per expert there is nothing to group
-            values = [g for g in GROUPS if g != now] if self.load(trial.num_tokens) else ()
-        tried = (trial._replace(tiles=replace(trial.tiles, **{size: v})) for v in values)
+        problem = without_sum(self.problem(trial.num_tokens, trial.gemm))
+        family = serving(trial.tiles, problem, self.device)
+        if not isinstance(family, Tunable):
+            return []
+        steps = family.steps(trial.tiles, size, problem, self.device)
+        tried = (trial._replace(tiles=tiles) for tiles in steps)
         return [trial for trial in tried if self.allows(trial)]
-
-    def _hopper_neighbours(self, trial: Trial, tiles: HopperTiles, size: str) -> list[Trial]:
-        """`neighbours` for a Hopper kernel; another ``block_n`` comes with the most stages."""
-        found: list[HopperTiles] = []
-        decoding, few = decodes_weights(tiles), tiles.kernel == DECODE_FEW
-        if size == "ctas" and decoding:  # fewer have room for more stages
-            counts = ctas_per_sm(tiles.kernel, tiles.block_m)
-            found = [replace(tiles, ctas=n) for n in counts if n != tiles.ctas]
-            found = [with_stages(t, self._quant, self.device) for t in found]
-        elif size == "block_n" and not decoding:
-            gemm, _ = stored_gemm(self.problem(trial.num_tokens, 1).sizes, self.scheme)
-            wide = widths(tiles.kernel, tiles.block_m, gemm.itemsize)
-            found = [replace(tiles, block_n=n) for n in wide if n != tiles.block_n]
-            found = [replace(t, num_stages=most_stages(t, self.device)) for t in found]
-        elif size == "num_stages":
-            found = [replace(tiles, num_stages=tiles.num_stages + s) for s in (-2, -1, 1, 2)]
-        elif size == "on_demand" and (tiles.packed or (decoding and not few)):
-            found = [replace(tiles, on_demand=not tiles.on_demand)]
-        elif size == "group_m":
-            values = self._groups(trial.num_tokens, tiles)
-            found = [replace(tiles, group_m=g) for g in values if g != tiles.group_m]
-        tried = (trial._replace(tiles=other) for other in found)
-        return [trial for trial in tried if self.allows(trial)]
-
-    def _groups(self, num_tokens: int, tiles: HopperTiles) -> Sequence[int]:
-        """Values of ``group_m`` of a Hopper kernel; none if there is one row tile per expert."""
-        if tiles.kernel == DECODE_FEW:
-            return FEW_GROUPS if self.load(num_tokens) else ()
-        return PACKED_GROUPS if tiles.packed or decodes_weights(tiles) else ()
 
     def starts(self, num_tokens: int) -> tuple[Trial, Trial]:
         """The tiles of both GEMMs that run without a tuned file."""

@@ -120,5 +120,12 @@ def test_every_line_of_a_plot_has_a_look_of_its_own(tmp_path, monkeypatch):
         assert {*impls} <= {*looks} and "floor" not in looks
         assert len({looks[impl] for impl in impls}) == len(impls)
     assert "estimate" in {line.get_label() for line in figures[0].axes[1].lines}
+    shapes = [*problems.load_problems()][:12]
+    roofline.plot([row(shape) for shape in shapes], "a GPU", "title", tmp_path / "shapes.png")
+    handles = figures[-1].legends[0].legend_handles
+    looks = {handle.get_label(): handle.get_color() for handle in handles}
+    assert len({looks[shape] for shape in shapes}) == 12
+    with pytest.raises(ValueError, match="shapes must be at most 14"):
+        roofline.color(14)
     with pytest.raises(ValueError, match="impls must be at most 14"):
         roofline.marker("0", [str(i) for i in range(14)])

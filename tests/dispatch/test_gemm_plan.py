@@ -1,33 +1,38 @@
 """`plan_gemm`: a pure function of values, whose answer is what a GEMM runs."""
 
+import ast
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import problem_of_call, problem_of_layer
+from project.house_numbers import ROOT, asks_a_scheme, conditions
 
 import moe_ops
 from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
-from moe_ops.dispatch.gemm_plan import (
-    BLOCK_SCALED,
-    DENSE,
-    DEQUANTIZE,
-    SCALED,
-    SLOT,
-    TOKEN_SUM,
-)
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles
+from moe_ops.dispatch.families import BY_NAME, FAMILIES, blackwell, portable
+from moe_ops.dispatch.families.base import BOXES
+from moe_ops.dispatch.gemm_plan import passed_over
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
-from moe_ops.dispatch.problem import EACH, STORED
+from moe_ops.dispatch.problem import EACH, STORED, without_sum
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import TileConfig, one_row_tile
 from moe_ops.pipeline.devices import TARGETS
+from moe_ops.scheme import packs
 
 E, H, I, K = 32, 2048, 1024, 4  # noqa: E741
 FACTS = {name: target.facts for name, target in TARGETS.items() if target.facts is not None}
 HOPPER = FACTS["sm_90"]
+DENSE, SCALED, DEQUANTIZE, SLOT, BLOCK_SCALED = (
+    family.kernel
+    for family in (
+        portable.DENSE, portable.SCALED, portable.DEQUANTIZE, portable.SLOT, blackwell.BLOCK_SCALED,
+    )
+)  # fmt: skip
 
 
 def problems(scheme, tokens, facts=HOPPER, batch_invariant=False, packed=False):
@@ -224,3 +229,67 @@ def test_tables_are_part_of_the_question(monkeypatch):
     assert (plan.config, plan.source) == (tiles, "tuned (made-up)")
     monkeypatch.undo()
     assert plan_gemm(problem, HOPPER) is before
+
+
+def test_families():
+    """Names and launchers are there; the plan's family takes the GEMM, those before it do not."""
+    assert len({family.kernel for family in FAMILIES}) == len(FAMILIES) == len(BY_NAME)
+    wrong, seen = [], set()
+    for name, facts, tokens in product(sorted(moe_ops.SCHEMES), FACTS.values(), (1, 2, 64, 4096)):
+        for packed in (False, packs(moe_ops.get_scheme(name), 2 * I, H)):
+            for problem in problems(name, tokens, facts, packed=packed):
+                try:
+                    plan = plan_gemm(problem, facts)
+                except NotImplementedError as error:
+                    whys = [family.why_not(problem, facts) for family in FAMILIES]
+                    wrong += [] if str(error) in whys and None not in whys else [problem]
+                    continue
+                seen.add(plan.kernel)
+                asked = problem if BY_NAME[plan.kernel].sums else without_sum(problem)
+                before = FAMILIES[: FAMILIES.index(BY_NAME[plan.kernel])]
+                whys = [family.why_another(asked, facts) for family in before]
+                takes = BY_NAME[plan.kernel].why_another(asked, facts) is None
+                wrong += [] if takes and None not in whys else [problem]
+                named = dict(zip((family.kernel for family in before), whys, strict=True))
+                for kernel, why in passed_over(problem, facts):
+                    asks_twice = BY_NAME[kernel].sums != BY_NAME[plan.kernel].sums
+                    wrong += [] if asks_twice or why == named[kernel] else [(kernel, why)]
+    assert not wrong, wrong[:3]
+    assert seen == {*BY_NAME}
+
+
+def test_what_was_passed_over():
+    """Of kernels for this kind of GEMM only, each with its first reason."""
+    first, second = problems("fp8_channel", 64)
+    assert dict(passed_over(first, HOPPER)) == {
+        TOKEN: "the routing must be of one token, got 64",
+        SLOT: "slots must be so few that each is a tile, got 256",
+        PACKED: "hopper_packed must have tiles of 16 rows",
+    }
+    assert dict(passed_over(second, HOPPER)).keys() == {SLOT, PACKED}
+    apart = problems("unquantized", 1)[1]._replace(boxes=False)
+    assert dict(passed_over(apart, HOPPER)) == dict.fromkeys(
+        (TOKEN_SUM, PACKED, STREAM), BOXES.must
+    )
+    (packed, _), refused = problems("mxfp4_w4a16", 64, packed=True), FACTS["sm_80"]
+    assert dict(passed_over(packed, HOPPER)) == {
+        DECODE_SLOT: "slots must be so few that each is a tile, got 256",
+        DECODE_MANY: "the row tile must be more than 64",
+    }
+    with pytest.raises(NotImplementedError, match="GEMM on sm_80, got mxfp4_w4a16 in the packed"):
+        passed_over(packed, refused)
+
+
+def test_every_launcher_is_there():
+    run = pytest.importorskip("moe_ops.kernels._gemm.run")
+    assert all(callable(run.launcher(family)) for family in FAMILIES)
+
+
+def test_only_families_ask_for_formats():
+    """What walks them, and what reads tuned files, has no condition on a scheme."""
+    for file in ("gemm_plan", "tuned"):
+        path = ROOT / f"moe_ops/dispatch/{file}.py"
+        asked = [
+            ast.unparse(c) for c in conditions(ast.parse(path.read_text())) if asks_a_scheme(c)
+        ]
+        assert not asked, (file, asked)

@@ -17,9 +17,9 @@ from moe_ops.dispatch.hopper_decode import (
     count_sums,
     decode_slot_tiles,
     decode_sum_tiles,
-    decode_tiles,
     divide,
     few_ctas,
+    few_tiles,
     round_bytes,
     round_depth,
 )
@@ -42,7 +42,7 @@ def test_stages_fit_the_ctas(scheme):
     quant, seen = get_scheme(scheme).weight, {}
     for tokens in (1, 4, 8, 16, 64, 200, 512):
         sizes = sizes_of(8 * tokens, (128, 1536, 2048), 2, PORTABLE, "silu")
-        tiles = decode_tiles(sizes, quant, NO_GPU)
+        tiles = few_tiles(sizes, quant, NO_GPU)
         if tiles.block_m == 16:
             seen[tiles.ctas] = tiles.num_stages
     assert len(seen) > 1 and set(seen) <= set(FEW_CTAS[16])

@@ -8,9 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_ops.activation import formula, row_steps
-from moe_ops.dispatch.hopper import KERNELS, PACKED, ROW_BYTES, HopperTiles, takes, widths
+from moe_ops.dispatch.families.base import broken
+from moe_ops.dispatch.families.many_rows import CONDITIONS
+from moe_ops.dispatch.hopper import KERNELS, PACKED, HopperTiles, widths
 from moe_ops.dispatch.portable import EVERY_COLUMN, scale_groups
-from moe_ops.dispatch.problem import WeightRows
+from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.row_tiles import HOPPER
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm
 from moe_ops.pipeline.devices import TARGETS
@@ -97,5 +99,6 @@ def test_hoppers_kernels_take_what_every_tile_of_theirs_scales_right(on_cpu, n, 
         for block_n in widths(kernel, block_m, 1)
         for tiles in [HopperTiles(kernel, block_m, block_n, 1, 2)]
     ]
-    groups = scale_groups(n, ROW_BYTES, rows, rule)
-    assert takes(gemm, scheme, groups, TARGETS["sm_90"].facts) == all(right)
+    problem = GemmProblem(gemm, scheme.key, activation, scale_rows=rows)
+    why = broken(CONDITIONS, problem, TARGETS["sm_90"].facts)
+    assert why == (None if all(right) else "128 weight rows (64 with a gate) must share scales")

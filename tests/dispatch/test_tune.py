@@ -11,13 +11,14 @@ from tuned_entries import entry
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned
+from moe_ops.dispatch.families.many_rows import PACKED_GROUPS
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, widths
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import row_tile
 from moe_ops.dispatch.tuned_file import parse
 from moe_ops.tuning import files
-from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tune_tokens
+from moe_ops.tuning.search import DIMENSIONS, MARGIN, Subject, tune_tokens
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -54,6 +55,8 @@ def test_what_takes_too_much_is_not_tried(scheme):
     trial = plain_trial(layer, 4096, 1)
     for changes in ({"num_stages": 30}, {"block_n": 512}, {"num_warps": 1}, {"block_k": 16}):
         assert not layer.allows(trial._replace(tiles=replace(trial.tiles, **changes)))
+    wide = {"block_n": 256, "block_k": 32, "num_warps": 4, "num_stages": 1}
+    assert not layer.allows(trial._replace(tiles=replace(trial.tiles, **wide)))
     small = Subject(layer.sizes, 8, layer.scheme, A100._replace(shared_memory=1000))
     assert not small.allows(trial)
     assert all(small.neighbours(trial, size) == [] for size in DIMENSIONS)
@@ -97,6 +100,7 @@ def test_hoppers_kernels_are_tried_where_they_serve():
         assert tried(4096, 64, scheme) == [None]
     for sizes in ((128, 768, 2056), (128, 764, 2048)):  # no whole 16 bytes; no 8 gate rows
         assert tried(4096, 64, "fp8_channel", sizes) == [None]
+    assert not subject(row_tile=192).beginnings(4096, 1)  # none has so many 8-bit rows
     for scheme in ("unquantized", "int8_w8a16"):
         on_a100 = subject(scheme, gpu=A100)
         assert [kernel_of(t) for t in on_a100.beginnings(4096, 1)] == [None]

@@ -9,20 +9,21 @@ from tuned_entries import entry, own, record
 
 from moe_ops import get_scheme
 from moe_ops.dispatch import tuned
+from moe_ops.dispatch.families.dequantized import FEW_GROUPS
+from moe_ops.dispatch.families.many_rows import PACKED_GROUPS
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
     DECODE_MANY,
     DECODE_SUM,
-    decode_tiles,
     most_stages,
 )
+from moe_ops.dispatch.plan import DEFAULT
 from moe_ops.dispatch.tiles import TileConfig
-from moe_ops.dispatch.tuned import DEFAULT
 from moe_ops.dispatch.tuned_file import file_name, parse
 from moe_ops.tuning import files
-from moe_ops.tuning.search import DIMENSIONS, FEW_GROUPS, PACKED_GROUPS, Trial, tune_tokens
+from moe_ops.tuning.search import DIMENSIONS, Trial, tune_tokens
 
 MXFP4 = "mxfp4_w4a16"
 SIZES = (128, 768, 2048)
@@ -65,7 +66,6 @@ def test_every_trial_has_a_plan(scheme, tokens):
     for which in (1, 2):
         problem = layer.problem(tokens, which)._replace(summed=False)
         start = layer.beginnings(tokens, which)[0]
-        assert start.tiles == decode_tiles(problem.sizes, quant, H200)
         assert start.tiles == plan_gemm(problem, H200).config
 
 
@@ -93,6 +93,8 @@ def test_steps_of_the_kernel_for_few_rows(rows, ctas):
     for tiles in (start.tiles, *near["ctas"]):
         most = most_stages(tiles, get_scheme(MXFP4).weight, H200)
         assert tiles.num_stages == min(6, most)
+        more = layer.neighbours(Trial(256, 1, tiles), "num_stages")
+        assert all(trial.tiles.num_stages <= min(6, most) for trial in more)
     several = layer.load(256) > 0
     assert several and {t.group_m for t in near["group_m"]} == set(FEW_GROUPS[1:])
     assert not layer.neighbours(Trial(8, 1, start.tiles), "group_m")  # one row tile per expert
@@ -152,14 +154,17 @@ def test_given_tiles():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"kernel": DECODE_SUM}, "tiles of a kernel that decodes packed weights, got"),
-        ({"kernel": "hopper_packed"}, "tiles of a kernel that decodes packed weights, got"),
+        ({"kernel": DECODE_SUM}, "which has no kernel whose tiles can be set"),
+        (
+            {"kernel": "hopper_packed"},
+            "which is for hopper_packed, but operands must be 16-bit",
+        ),
         ({"block_m": 16}, "tiles that cut up the plan's row tile of 64, got"),
         ({"block_n": 256}, "has 256 weight rows, hopper_decode_few has (128,)"),
         ({"ctas": 3}, "has 3 CTAs per SM, registers allow (1, 2)"),
         ({"ctas": 0}, "has 0 CTAs per SM, registers allow (1, 2)"),
-        ({"num_stages": 5}, "has 5 stages, shared memory holds 4"),
-        ({"num_stages": 1}, "has 1 stages, shared memory holds 4"),
+        ({"num_stages": 5}, "has 5 stages, must have 2 to 4"),
+        ({"num_stages": 1}, "has 1 stages, must have 2 to 4"),
         ({"on_demand": True}, "has a dynamic schedule, hopper_decode_few has none"),
         ({"kernel": DECODE_MANY, "block_n": 256}, "has 2 CTAs per SM, registers allow (1,)"),
     ],
@@ -175,12 +180,12 @@ def test_given_tiles_that_do_not_fit(changes, why):
 def test_given_tiles_of_other_problems():
     few_rows = subject(MXFP4, row_tile=64)
     packs = HopperTiles(DECODE_MANY, 64, 256, 8, 3)
-    with pytest.raises(ValueError, match="which packs rows, and so few have no plan"):
+    with pytest.raises(ValueError, match="hopper_decode_many, but rows are packed by a plan"):
         plan_gemm(few_rows.problem(1, 1), few_rows.device, config=packs)
-    with pytest.raises(ValueError, match="config must be tiles of a kernel that decodes"):
+    with pytest.raises(ValueError, match="is for dequantize, but w must be in the plain form"):
         plan_gemm(subject(MXFP4).problem(512, 1), H200, config=TileConfig(64, 64, 64, 1, 4, 3))
     plain = subject(MXFP4).problem(512, 1)._replace(packed=False)
-    with pytest.raises(ValueError, match="config must be tiles of a kernel that takes this GEMM"):
+    with pytest.raises(ValueError, match="is for hopper_decode_many, but w must be in"):
         plan_gemm(plain, H200, config=packs)
 
 
@@ -211,7 +216,7 @@ def test_entries_that_do_not_fit(installed):
     default = plan_gemm(problem, H200).config
     installed(record(8, _512=entry(64, few(6, 2), many())))
     plan = plan_gemm(problem, H200)
-    assert plan.source == f"{DEFAULT} ({NAME} has 6 stages, shared memory holds 4)"
+    assert plan.source == f"{DEFAULT} ({NAME} has 6 stages, must have 2 to 4)"
     assert plan.config == default
     installed(record(8, _512=entry(32, few(), few())))  # another row tile
     plan = plan_gemm(problem, H200)
@@ -219,7 +224,9 @@ def test_entries_that_do_not_fit(installed):
     small = subject(MXFP4, row_tile=64)
     installed(record(8, _2=entry(64, many(), many())))
     plan = plan_gemm(small.problem(2, 1), small.device)
-    assert plan.source == f"{DEFAULT} ({NAME} packs rows, and so few have no plan)"
+    assert plan.source.startswith(
+        f"{DEFAULT} ({NAME} is for hopper_decode_many, but rows are packed"
+    )
 
 
 def test_batch_invariant_plans_are_left_alone(installed):

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from table_items import every_row
 from tuned_entries import H200, SIZES, entry, gemm_of, layer, own, record
 
-from moe_ops.dispatch import tuned
-from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, hopper_tiles
+from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
+from moe_ops.dispatch.plan import DEFAULT
 from moe_ops.dispatch.portable import gemm_tiles, shared_bytes
 from moe_ops.dispatch.row_tiles import EIGHT_BIT, HOPPER, INVARIANT, PORTABLE
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm, TileConfig, one_row_tile, row_tile
-from moe_ops.dispatch.tuned import DEFAULT, choose
 from moe_ops.dispatch.tuned_file import file_name, parse
 from moe_ops.pipeline.devices import TARGETS
 
@@ -27,9 +27,9 @@ def first(rows, rule=PORTABLE, itemsize=2):
 
 
 def chosen(gemm, device=H200, scheme="unquantized", hopper=False):
-    default = gemm_tiles(gemm, device)
-    bits, tables = 8 * gemm.itemsize, tuned.TABLES
-    return choose(gemm, scheme, bits, device, default, hopper=hopper, tables=tables)
+    """The plan; ``hopper``: whether Hopper's kernels can read the operands."""
+    activation = "silu" if gemm.halves == 2 else ""
+    return plan_gemm(GemmProblem(gemm, scheme, activation, boxes=hopper), device)
 
 
 @pytest.fixture
@@ -154,35 +154,35 @@ def test_a_file_names_the_kernel(installed):
     installed(layer(record(_500=entry(64, own(), gemm_of())), scheme="fp8_channel"))
     gemm, less = first(1000, EIGHT_BIT, 1), first(600, EIGHT_BIT, 1)
     first_gemm = chosen(gemm, scheme="fp8_channel", hopper=True)
-    assert first_gemm.tiles == HopperTiles(PACKED, 64, 128, 8, 4)
-    assert first_gemm.plain == gemm_tiles(gemm, H200)  # for other operands
+    assert first_gemm.config == HopperTiles(PACKED, 64, 128, 8, 4)
     assert first_gemm.source.startswith("tuned")
     second = chosen(Gemm(1000, 8, 128, 64, 1, 1, EIGHT_BIT), scheme="fp8_channel", hopper=True)
-    assert second.hopper is None and second.tiles == TileConfig(64, 64, 64, 1, 4, 3)
+    assert second.config == TileConfig(64, 64, 64, 1, 4, 3)
     other = chosen(less, scheme="fp8_channel", hopper=True)
-    assert "has nothing" in other.source and other.hopper == hopper_tiles(less, H200)
+    assert "has nothing" in other.source and other.kernel == PACKED
 
 
 def test_hoppers_kernels_that_do_not_serve(installed):
     rule = one_row_tile(64)
     installed(layer(record(_1=entry(64, own()), _500=entry(64, own(num_stages=40)))))
     few = chosen(first(2, rule), hopper=True)
-    assert few.source == f"{DEFAULT} ({NAME} packs rows, and so few have no plan)"
-    assert chosen(first(6, rule), hopper=True).hopper is not None
+    packs = "is for hopper_packed, but rows are packed by a plan, and so few slots have none, got 2"
+    assert few.source == f"{DEFAULT} ({NAME} {packs})"
+    assert chosen(first(6, rule), hopper=True).kernel == PACKED
     other = chosen(first(6, rule), hopper=False)
-    assert other.hopper is None and other.tiles == gemm_tiles(first(6, rule), H200)
-    assert other.source == f"{DEFAULT} ({NAME} names hopper_packed, which does not take this GEMM)"
+    assert other.config == gemm_tiles(first(6, rule), H200)
+    assert other.source.startswith(f"{DEFAULT} ({NAME} is for hopper_packed, but operands must be")
     many = chosen(first(1000, rule), hopper=True)
-    assert many.source.startswith(f"{DEFAULT} ({NAME} has 40 stages, shared memory holds")
+    assert many.source.startswith(f"{DEFAULT} ({NAME} has 40 stages, must have 2 to")
 
 
 def test_the_nearest_entry_of_the_load(installed):
     installed(layer(record(_1=entry(gemm1=gemm_of(16)), _30=entry(gemm1=gemm_of(128)))))
-    widths = {t: chosen(first(2 * t)).tiles.block_n for t in (1, 2, 5, 6, 42)}
+    widths = {t: chosen(first(2 * t)).config.block_n for t in (1, 2, 5, 6, 42)}
     assert widths == {1: 16, 2: 16, 5: 16, 6: 128, 42: 128}
     other = chosen(first(2 * 60))
     assert other.source == f"{DEFAULT} ({NAME} has nothing for this load)"
-    assert other.tiles == gemm_tiles(first(2 * 60), H200)
+    assert other.config == gemm_tiles(first(2 * 60), H200)
 
 
 def test_the_row_tile_is_that_of_the_plan(installed):
@@ -197,16 +197,16 @@ def test_the_row_tile_is_that_of_the_plan(installed):
         (1000, one_row_tile(16), 16, nothing), (1000, one_row_tile(32), 32, found),
     ):  # fmt: skip
         choice = chosen(first(2 * tokens, rule))
-        assert (choice.tiles.block_m, choice.source) == (rows, source), (tokens, rule)
+        assert (choice.config.block_m, choice.source) == (rows, source), (tokens, rule)
 
 
 def test_loads_past_a_rules_last_step_are_one(installed):
     """Since they all have its last row tile, an entry of any of them serves all of them."""
     installed(layer(record(_400=entry(128, gemm_of(32)))))  # a load of 150
-    assert chosen(first(2 * 10000, PORTABLE)).tiles.block_n == 32
+    assert chosen(first(2 * 10000, PORTABLE)).config.block_n == 32
     assert "has nothing" in chosen(first(2 * 10000, HOPPER[2])).source
     installed(layer(record(_400=entry(64, gemm_of(32)))))
-    assert chosen(first(2 * 600, EIGHT_BIT)).tiles.block_n == 32
+    assert chosen(first(2 * 600, EIGHT_BIT)).config.block_n == 32
     assert "has nothing" in chosen(first(2 * 800, EIGHT_BIT)).source
 
 
@@ -216,7 +216,7 @@ def test_half_a_class_of_loads(installed):
     installed(layer(content, scheme="fp8_channel"))
     for tokens, rows, width in ((200, 64, 32), (240, 64, 32), (241, 128, 16), (341, 128, 16)):
         choice = chosen(first(2 * tokens, HOPPER[1], 1), scheme="fp8_channel")
-        assert (choice.tiles.block_m, choice.tiles.block_n) == (rows, width)
+        assert (choice.config.block_m, choice.config.block_n) == (rows, width)
     for tokens in (170, 342):
         choice = chosen(first(2 * tokens, HOPPER[1], 1), scheme="fp8_channel")
         assert "has nothing" in choice.source
@@ -225,8 +225,8 @@ def test_half_a_class_of_loads(installed):
 def test_both_gemms_find_theirs(installed):
     installed(layer(record(_4=entry(gemm1=gemm_of(64, 32), gemm2=gemm_of(16, 128, 2, 8, 2)))))
     second = Gemm(8, 8, 128, 64, 2, 1, PORTABLE)
-    assert chosen(first(8)).tiles == TileConfig(16, 64, 32, 1, 4, 3)
-    assert chosen(second).tiles == TileConfig(16, 16, 128, 2, 8, 2)
+    assert chosen(first(8)).config == TileConfig(16, 64, 32, 1, 4, 3)
+    assert chosen(second).config == TileConfig(16, 16, 128, 2, 8, 2)
     assert chosen(second).source == f"tuned ({NAME})"
 
 
@@ -250,8 +250,8 @@ def test_who_finds_nothing(installed):
 def test_what_does_not_fit_is_not_used(installed):
     installed(layer(record(_4=entry(gemm1=gemm_of(256, 128, num_stages=4)))))
     choice = chosen(first(8))
-    assert choice.source.startswith(f"{DEFAULT} ({NAME} takes 540672 bytes of shared memory")
-    assert choice.tiles == gemm_tiles(first(8), H200)
+    assert choice.source.startswith(f"{DEFAULT} ({NAME} has 4 stages, must have 1 to 1)")
+    assert choice.config == gemm_tiles(first(8), H200)
 
 
 @given(
@@ -274,6 +274,6 @@ def test_every_choice_can_run(entries, rows, rule, tokens, arch):
         choice = chosen(gemm, device)
     finally:
         tuned.TABLES = before
-    assert choice.tiles.block_m == row_tile(rule, 2 * tokens, 8)
-    assert shared_bytes(choice.tiles, gemm, 16) <= device.shared_memory
-    assert choice.source.startswith("tuned") or choice.tiles == gemm_tiles(gemm, device)
+    assert choice.config.block_m == row_tile(rule, 2 * tokens, 8)
+    assert shared_bytes(choice.config, gemm, 16) <= device.shared_memory
+    assert choice.source.startswith("tuned") or choice.config == gemm_tiles(gemm, device)

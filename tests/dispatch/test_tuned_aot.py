@@ -31,7 +31,6 @@ from moe_ops.dispatch.hopper import (  # noqa: E402
     operand_bytes,
     widths,
 )
-from moe_ops.dispatch.hopper_decode import DECODING  # noqa: E402
 from moe_ops.dispatch.row_tiles import tile_rule  # noqa: E402
 from moe_ops.dispatch.tiles import plan_sizes  # noqa: E402
 from moe_ops.pipeline import gemms  # noqa: E402
@@ -44,7 +43,7 @@ from moe_ops.tuning.search import Subject, Trial  # noqa: E402
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 LAUNCHERS = SimpleNamespace(
     **{
-        name: getattr(import_module(f"moe_ops.kernels.{stage}"), name)
+        name: getattr(import_module(f"moe_ops.kernels.{stage}"), name.replace(".", "_"))
         for name, stage in ops.STAGES.items()
         if stage == "expert_product"
     }
@@ -104,7 +103,7 @@ def test_tiles_are_ones_that_may_win(known):
 def weight_of(known, trial, empty, n, k):
     """An empty weight, in the packed form if the tiles are those of a kernel that decodes it."""
     scheme, experts = get_scheme(known.scheme), known.sizes[0]
-    if getattr(trial.tiles, "kernel", None) in DECODING:
+    if tuned.for_packed(trial.tiles):
         return packed(empty, known.scheme, n, k, torch.bfloat16, experts)
     meta = quantize_weight(torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme)
     return QTensor(*(None if t is None else empty(*t.shape, dtype=t.dtype) for t in meta))
@@ -141,7 +140,7 @@ def launch_trial(known, trial):
 def check(kernel, tiles, gpu):
     """As the file says, in the shared memory that there is, and into a product that is right."""
     used, made = aot.resources(kernel, gpu.arch), kernel.metadata
-    if isinstance(tiles, HopperTiles) and tiles.kernel in DECODING:
+    if tuned.for_packed(tiles):
         assert made.name == f"{tiles.kernel}_kernel"
         assert used["shared"] + 1024 <= (gpu.shared_memory + 1024) // tiles.ctas, tiles
         assert used["spilled"] == 0 and used["serialized"] == 0, tiles

@@ -258,10 +258,8 @@ def test_experts_of_a_state_dict_are_rows():
 
 
 def check_distributed_checkpoint(rank, folder):
+    """`test_sharded_checkpoint` has the rest."""
     layer, fresh = layer_of(**summed(rank)), moe_ops.FusedMoE(**SIZES, **summed(rank))
-    for state in (layer.state_dict(), get_model_state_dict(layer)):
-        with pytest.raises(dcp.api.CheckpointException, match="not be used for a FusedMoE over"):
-            dcp.save({"model": state}, checkpoint_id=f"{folder}/refused")
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered = get_model_state_dict(layer, options=full)
     if rank == 0:  # of one rank's experts, on that rank alone
@@ -271,17 +269,10 @@ def check_distributed_checkpoint(rank, folder):
     assert (rank == 0) or "got none of expert 4" in error
     dist.barrier()
     # A file that an earlier version has saved, of one rank's experts.
-    old = {"model": {**layer.state_dict()}}
-    old["model"]["_extra_state"] = old["model"]["_extra_state"].as_subclass(torch.Tensor)
-    dcp.save(old, checkpoint_id=f"{folder}/old")
-    with pytest.raises(dcp.api.CheckpointException, match="not be used for a FusedMoE over"):
+    old = {name: x.as_subclass(torch.Tensor) for name, x in layer.state_dict().items()}
+    dcp.save({"model": old}, checkpoint_id=f"{folder}/old")
+    with pytest.raises(dcp.api.CheckpointException, match=r"Size mismatch .*\[4, 64,.*\[8, 64"):
         dcp.load({"model": fresh.state_dict()}, checkpoint_id=f"{folder}/old")
-    one, other = layer_of(), moe_ops.FusedMoE(**SIZES)
-    dcp.save({"model": one.state_dict()}, checkpoint_id=f"{folder}/one")
-    loaded = {"model": other.state_dict()}
-    dcp.load(loaded, checkpoint_id=f"{folder}/one")
-    other.load_state_dict(loaded["model"])
-    assert torch.equal(other.w13_weight, one.w13_weight)
 
 
 class Block(torch.nn.Module):

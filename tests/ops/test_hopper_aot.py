@@ -17,15 +17,16 @@ from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unqua
 from pairwise import half_exhaustive  # noqa: E402
 from products import plain_product  # noqa: E402
 
+from moe_ops.dispatch import GemmProblem  # noqa: E402
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, takes, widths  # noqa: E402
+from moe_ops.dispatch.families.many_rows import GATHERED  # noqa: E402
+from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, widths  # noqa: E402
 from moe_ops.dispatch.row_tiles import HOPPER, INVARIANT
 from moe_ops.dispatch.tiles import Gemm, row_tile
 from moe_ops.kernels import expert_product
 from moe_ops.kernels._hopper import gemm as hopper_gemm
 from moe_ops.kernels._hopper import packed as hopper_tile
 from moe_ops.kernels._hopper import stream as hopper_stream
-from moe_ops.scheme import get_scheme  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 PACKED_AT_ONCE = ["fp8_channel", "fp8_block128", "fp8_tensor_static", "int8_channel"]
@@ -242,6 +243,8 @@ def test_only_on_hopper(arch):
 
 def test_batch_invariant_plans_are_the_other_kernels():
     """The same sums at every load."""
-    gemm, scheme = Gemm(32768, 64, 768, 2048, 1, 2, INVARIANT), get_scheme("fp8_channel")
-    assert not takes(gemm, scheme, None, H200)
-    assert takes(gemm._replace(rule=HOPPER[1]), scheme, None, H200)
+    gemm = Gemm(32768, 64, 768, 2048, 2, 2, INVARIANT)
+    problem = GemmProblem(gemm, "fp8_channel", "silu")
+    assert GATHERED.why_not(problem, H200) == "the GEMM must not be batch-invariant"
+    follows = problem._replace(sizes=gemm._replace(rule=HOPPER[1]))
+    assert GATHERED.why_not(follows, H200) is None

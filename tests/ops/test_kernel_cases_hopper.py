@@ -34,11 +34,12 @@ from products import plain_product, scaled_product, stored_product, weight_of  #
 from moe_ops import dequantize_weight, get_scheme, pack_weight  # noqa: E402
 from moe_ops.activation import formula  # noqa: E402
 from moe_ops.dispatch.device import NO_GPU  # noqa: E402
-from moe_ops.dispatch.gemm_plan import TOKEN_SUM, plan_gemm  # noqa: E402
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
-from moe_ops.dispatch.hopper_decode import DECODE_SUM, DECODING  # noqa: E402
+from moe_ops.dispatch.families import BY_NAME  # noqa: E402
+from moe_ops.dispatch.gemm_plan import plan_gemm  # noqa: E402
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles  # noqa: E402
+from moe_ops.dispatch.hopper_decode import DECODE_SUM  # noqa: E402
 from moe_ops.kernels._gemm.operands import GemmOperands  # noqa: E402
-from moe_ops.kernels._gemm.run import KERNELS  # noqa: E402
+from moe_ops.kernels._gemm.run import launcher  # noqa: E402
 from moe_ops.reference import expert_product as reference  # noqa: E402
 from moe_ops.reference.quantize import moe_quantize  # noqa: E402
 from moe_ops.reference.slots import local_experts  # noqa: E402
@@ -69,7 +70,7 @@ def run(problem, config, operands, like, programs, facts=NO_GPU):
     assert config is None or plan.kernel == config.kernel
     out = torch.full_like(like, torch.nan)
     with interpreted(programs):
-        KERNELS[plan.kernel](problem, plan)(out, operands)
+        launcher(BY_NAME[plan.kernel])(problem, plan)(out, operands)
     return out, plan.kernel
 
 
@@ -217,7 +218,7 @@ def dequantized(
         operands = GemmOperands(a, None, weight_of(packed, bias), weights, routed.tiles)
         programs = None if few and not gap else programs
         out, kernel = run(problem, None, operands, expected, programs, facts)
-        assert kernel in DECODING
+        assert BY_NAME[kernel].fragments
     weight = dequantize_weight(q, scheme)
     exact = routed.exact(x, weight, bias, weights, activation, stored=dtype)
     compare(out, exact, expected, routed, activation)

@@ -22,8 +22,9 @@ from strategies import ACTIVATIONS
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
 from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU, assumed, device_facts
+from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper_decode import DECODE_SLOT, DECODING
+from moe_ops.dispatch.hopper_decode import DECODE_SLOT
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
@@ -36,7 +37,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._gemm.run import KERNELS
+    from moe_ops.kernels._gemm.run import launcher
 
 
 def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
@@ -54,10 +55,10 @@ def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
         top_k=k, scheme=scheme, activation=activation, boxes=True,
     )  # fmt: skip
     plan = plan_gemm(problem, device_facts(x.device))
-    assert plan.kernel in DECODING
+    assert BY_NAME[plan.kernel].fragments
     operands = GemmOperands(x, None, weight_of(q, bias), weights, tiles)
     with interpreted(None if plan.kernel == DECODE_SLOT else programs):
-        KERNELS[plan.kernel](problem, plan)(out, operands)
+        launcher(BY_NAME[plan.kernel])(problem, plan)(out, operands)
     return out
 
 

@@ -23,8 +23,9 @@ from strategies import ACTIVATIONS
 from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
 from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
+from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper_decode import DECODE_SLOT, DECODING
+from moe_ops.dispatch.hopper_decode import DECODE_SLOT
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
@@ -39,7 +40,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._gemm.run import KERNELS
+    from moe_ops.kernels._gemm.run import launcher
 
 
 def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, programs=3):
@@ -60,11 +61,11 @@ def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, progra
         top_k=k, scheme=scheme, activation=activation, out_dtype=dtype, boxes=True,
     )  # fmt: skip
     plan = plan_gemm(problem, NO_GPU)
-    assert plan.kernel in DECODING
+    assert BY_NAME[plan.kernel].fragments
     assert plan.quantizes_rows == (rows[1] is None)
     operands = GemmOperands(*rows, weight_of(q, bias), None, tiles)
     with interpreted(None if plan.kernel == DECODE_SLOT else programs):
-        KERNELS[plan.kernel](problem, plan)(out, operands)
+        launcher(BY_NAME[plan.kernel])(problem, plan)(out, operands)
     return out
 
 

@@ -16,9 +16,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.dispatch import tuned
+from moe_ops.dispatch import GemmProblem, tuned
 from moe_ops.dispatch.device import device_facts
-from moe_ops.dispatch.portable import LONGEST_SLOT, SLOT_TILES, scaled_slot_tiles
+from moe_ops.dispatch.families.portable import SLOT
+from moe_ops.dispatch.portable import LONGEST_SLOT
+from moe_ops.dispatch.problem import EACH
 from moe_ops.dispatch.row_tiles import EIGHT_BIT, INVARIANT
 from moe_ops.dispatch.tiles import Gemm, is_direct
 from moe_ops.pipeline.gemms import quantized
@@ -283,10 +285,13 @@ def test_nobody_asks_for_the_number_of_tokens(unbacked):
 
 
 def test_what_is_quantized_before():
-    def tiles_of(slots=4, name="fp8_channel", k=512, rule=EIGHT_BIT):
-        gemm = Gemm(slots, E, 256, k, 1, 1, rule)
-        return scaled_slot_tiles(gemm, get_scheme(name).activation)
+    def why_not(slots=4, name="fp8_channel", k=512, rule=EIGHT_BIT):
+        gemm = Gemm(slots, E, 256, k, 2, 1, rule)
+        problem = GemmProblem(gemm, name, rows=EACH, num_tokens=slots)
+        return SLOT.why_not(problem, device_facts(torch.device("cpu")))
 
-    assert tiles_of() == tiles_of(16, "int8_channel", 7168) == SLOT_TILES
-    assert tiles_of(17) is None and tiles_of(rule=INVARIANT) is None
-    assert tiles_of(k=8192) is None and tiles_of(name="fp8_block128") is None
+    assert why_not() is why_not(16, "int8_channel", 7168) is None
+    assert why_not(17) == "slots must be so few that each is a tile, got 17"
+    assert why_not(rule=INVARIANT) == "the GEMM must not be batch-invariant"
+    assert why_not(k=8192) == "K must be at most 7168, got 8192"
+    assert why_not(name="fp8_block128") == "a row must have one scale"

@@ -16,10 +16,11 @@ from tuned_entries import layer as read
 import moe_ops
 from moe_ops import FusedMoEConfig, RoutingMethodType, ops
 from moe_ops.activation import formula
-from moe_ops.dispatch import tuned
+from moe_ops.dispatch import GemmProblem, tuned
 from moe_ops.dispatch.device import device_facts, plain_name, row_tile_facts
-from moe_ops.dispatch.gemm_plan import BufferSpec, plan_gemm
+from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
+from moe_ops.dispatch.plan import BufferSpec
 from moe_ops.dispatch.portable import gemm_tiles
 from moe_ops.dispatch.row_tiles import HOPPER, PORTABLE
 from moe_ops.dispatch.tile_plan import first_rows, split_tiles, unpack_plan
@@ -33,7 +34,6 @@ from moe_ops.dispatch.tiles import (
     one_row_tile,
     plan_sizes,
 )
-from moe_ops.dispatch.tuned import choose
 from moe_ops.dispatch.tuned_file import written
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.reference import expert_product as reference
@@ -252,31 +252,38 @@ def test_files_without_the_way_of_tiles_deal_them_out():
     assert found.gemm1.on_demand is False
 
 
-def test_a_file_of_tall_tiles():
+@pytest.fixture
+def chosen(monkeypatch):
+    """Plans GEMM 1 of a gated layer with tuned files."""
+
+    def choose(gemm, *layers, **facts):
+        monkeypatch.setattr(tuned, "TABLES", tuned.tables(layers))
+        return plan_gemm(GemmProblem(gemm, activation="silu", **facts), H200)
+
+    return choose
+
+
+def test_a_file_of_tall_tiles(chosen):
     """Where Hopper's kernel takes them; the kernel for all GPUs takes a third at a time."""
     tall = own(PACKED, 256, 3, 3, ON_DEMAND=True)
-    tables = {"tables": tuned.tables([read(record(_500=entry(192, tall, tall)))])}
-    gemm = Gemm(1000, 8, 64, 128, 2, 2, HOPPER[2])
+    content = read(record(_500=entry(192, tall, tall)))
+    gemm, source = Gemm(1000, 8, 64, 128, 2, 2, HOPPER[2]), f"tuned ({content.file})"
+    choice = chosen(gemm, content)
+    assert (choice.config, choice.source) == (HopperTiles(PACKED, 192, 256, 3, 3, True), source)
     default = gemm_tiles(gemm, H200)
-    choice = choose(gemm, "unquantized", 16, H200, default, hopper=True, **tables)
-    assert choice.hopper == HopperTiles(PACKED, 192, 256, 3, 3, True)
-    assert choice.plain == default and default.block_m == 64
-    assert choose(gemm, "unquantized", 16, H200, default, hopper=False, **tables).tiles == default
+    assert chosen(gemm, content, boxes=False).config == default and default.block_m == 64
 
 
 @pytest.mark.parametrize(("rule", "tile"), [(PORTABLE, 192), (HOPPER[2], 128)])
-def test_a_file_does_not_choose_the_row_tile(rule, tile):
+def test_a_file_does_not_choose_the_row_tile(rule, tile, chosen):
     """An entry of the same load, timed with another row tile than the plan's, is not used."""
     tall = own(PACKED, 256, 3, 3)
     content = read(record(_500=entry(tile, tall, tall)))
     gemm = Gemm(1000, 8, 64, 128, 2, 2, rule)
-    default = gemm_tiles(gemm, H200)
-    own_tiles = {"hopper": True, "tables": tuned.tables([content])}
-    choice = choose(gemm, "unquantized", 16, H200, default, **own_tiles)
-    assert gemm.row_tile == choice.tiles.block_m == (128 if tile == 192 else 192)
+    choice = chosen(gemm, content)
+    assert gemm.row_tile == choice.config.block_m == (128 if tile == 192 else 192)
     assert choice.source == f"analytic default ({content.file} has nothing for this load)"
-    own_tiles["tables"] = tuned.tables([])
-    assert choice[::2] == choose(gemm, "unquantized", 16, H200, default, **own_tiles)[::2]
+    assert choice.config == chosen(gemm).config
 
 
 def test_a_device_that_is_no_gpu_has_no_name():

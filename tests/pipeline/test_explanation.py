@@ -44,6 +44,9 @@ def test_explanation_of_the_choice(monkeypatch):
         and "hopper_packed 128x256 /4" in text
     )
     assert "tiles of Hopper's own kernels: rows x weight rows / stages" in text
+    passed = [both for cost in found.costs for gemm in cost.passed_over for both in gemm]
+    assert passed and all(kernel in text and f": {why}: GEMM" in text for kernel, why in passed)
+    assert "not hopper_token: the routing must be of one token, got 64: GEMM 1 of 64" in text
     assert [json.loads(found.to_json())["costs"][i]["gemm2"]["kernel"] for i in range(3)] == [
         TOKEN,
         STREAM,
@@ -129,7 +132,7 @@ def test_floors_only_where_something_was_measured():
     for name, target in TARGETS.items():
         found = moe_ops.explain(QWEN, "int4_w4a16_g128", device=name)
         assert all((cost.floor_us is None) == (name != "sm_90") for cost in found.costs)
-        assert ("floor: none" in str(found)) == (name != "sm_90")
+        assert ("estimate: none" in str(found)) == (name != "sm_90")
         assert all((cost.gemm1 is None) == (target.facts is None) for cost in found.costs)
 
 

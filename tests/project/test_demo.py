@@ -91,6 +91,6 @@ def test_recorded_times(tmp_path):
 
 def test_without_records_there_is_what_explain_says(tmp_path):
     head, first, *_ = records.kernel_lines(tmp_path)
-    assert head == ["layer", "tokens", "kernel of GEMM 1", "floor us"]
+    assert head == ["layer", "tokens", "kernel of GEMM 1", "estimate us"]
     assert not records.missing(tmp_path), "no GPU is named"
     assert first[:2] == ["qwen3-30b, bf16", "1"] and float(first[3]) > 0

@@ -1,9 +1,10 @@
-"""Run the plan of an expert GEMM: the one place where a kernel's name becomes a kernel."""
+"""Run the plan of an expert GEMM: the one place where a family's launcher becomes a kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -11,52 +12,17 @@ from torch import Tensor
 
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import Device, device_facts
-from moe_ops.dispatch.gemm_plan import (
-    BLOCK_SCALED,
-    DENSE,
-    DEQUANTIZE,
-    SCALED,
-    SLOT,
-    TOKEN_SUM,
-    plan_gemm,
-)
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, KernelTiles
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
+from moe_ops.dispatch.families import BY_NAME, Family
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import SETTINGS, operands_of
 from moe_ops.dispatch.problem import STORED, GemmProblem, problem_of, without_sum
-from moe_ops.kernels._gemm.block_scaled import BlockScaledGemm
-from moe_ops.kernels._gemm.dense import DenseGemm
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._gemm.scaled import ScaledGemm
-from moe_ops.kernels._gemm.scaled_slot import SlotGemm
-from moe_ops.kernels._gemm.weight_only import DequantizeGemm
-from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
-from moe_ops.kernels._hopper.decode_jobs_gemm import DecodeJobs
-from moe_ops.kernels._hopper.gemm import HopperGemm
-from moe_ops.kernels._hopper.token_gemm import TokenGemm
 from moe_ops.kernels.quantize import moe_quantize
 from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
 from moe_ops.scheme import Quant
 
-SUMMING = (TOKEN_SUM, DECODE_SUM)
-"""Kernels that compute the weighted sum."""
 Kernel = Callable[[Tensor, GemmOperands], None]
-KERNELS: dict[str, Callable[..., Kernel]] = {
-    DENSE: DenseGemm,
-    SCALED: ScaledGemm,
-    SLOT: SlotGemm,
-    DEQUANTIZE: DequantizeGemm,
-    BLOCK_SCALED: BlockScaledGemm,
-    PACKED: HopperGemm,
-    STREAM: HopperGemm,
-    DECODE_FEW: DecodeGemm,
-    DECODE_MANY: DecodeGemm,
-    DECODE_SLOT: DecodeJobs,
-    DECODE_SUM: DecodeJobs,
-    TOKEN: TokenGemm,
-    TOKEN_SUM: TokenGemm,
-}
-"""Kernels by `GemmPlan.kernel`: built from a problem and a plan, called with out and operands."""
 
 
 class Prepared(NamedTuple):
@@ -131,6 +97,11 @@ def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant |
     kernel(out, given)
 
 
+def launcher(family: Family) -> Callable[..., Kernel]:
+    """What makes a kernel of a problem and a plan: imported when a plan first asks for it."""
+    return resolve_name(f"moe_ops.kernels.{family.launcher}")
+
+
 @lru_cache(maxsize=8192)
 def _ready(
     problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
@@ -140,8 +111,9 @@ def _ready(
         return None, None
     plan = plan_gemm(problem, device, config=config)
     before = problem.rows != STORED and not plan.quantizes_rows
-    make, quant = KERNELS[plan.kernel], problem.quant if before else None
-    if problem.summed and plan.kernel not in SUMMING:
+    family, quant = BY_NAME[plan.kernel], problem.quant if before else None
+    make = launcher(family)
+    if problem.summed and not family.sums:
         return SumAfter(make(without_sum(problem), plan)), quant
     return make(problem, plan), quant
 

@@ -2,7 +2,7 @@
 
 One slot per tile. Every program quantizes the row of its slot again, piece by piece in the main
 loop, which costs less than a separate launch that does it once. The scales of rows and weights span
-K: see `moe_ops.dispatch.portable.quantizes_slots`.
+K: see `moe_ops.dispatch.families.portable.SLOT`.
 """
 
 from __future__ import annotations

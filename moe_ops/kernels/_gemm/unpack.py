@@ -18,7 +18,7 @@ from moe_ops.dispatch.tiles import cdiv
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.scheme import Quant
-from moe_ops.scheme.packed import CHUNK, PACKED_DTYPE, PLACES, bits_spread
+from moe_ops.scheme.packed import CHUNK, PLACES, bits_spread
 
 CHUNKS = 4
 """Chunks along K of a program."""
@@ -97,7 +97,7 @@ def plain_data(packed: Tensor, quant: Quant) -> Tensor:
     experts, n, width = packed.shape
     bits = quant.element.stored_bits
     out = torch.empty_like(packed)
-    num_chunks = width * PACKED_DTYPE.itemsize * 8 // bits // CHUNK
+    num_chunks = width * packed.dtype.itemsize * 8 // bits // CHUNK
     grid = (experts * n // CHUNK, cdiv(num_chunks, CHUNKS))
     if grid[0] and grid[1]:
         _launch(bits, bits_spread(quant))(grid, packed, out, num_chunks)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from moe_ops.activation import Formula
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.hopper import PIECES, ROW_BYTES, TOKEN_ROWS, token_tiles, vector_pieces
+from moe_ops.dispatch.families.one_token import SECOND
+from moe_ops.dispatch.hopper import PIECES, ROW_BYTES, TOKEN_ROWS, vector_pieces
 from moe_ops.dispatch.problem import STORED, GemmProblem
 from moe_ops.dispatch.tiles import cdiv, next_power_of_2
 from moe_ops.kernels._hopper.token import BOX_ROWS
 from moe_ops.kernels._quantize.rounding import Rule, rule_of
-from moe_ops.scheme import get_scheme
 
 LEAD = 5
 """Stages that take about as long as the start of GEMM 2, which would otherwise take bandwidth from
@@ -140,11 +140,10 @@ def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -
 
 def _sum_follows(problem: GemmProblem, facts: Device) -> bool:
     """Whether the M = 1 kernel of GEMM 2 follows; other CTAs would be placed unevenly."""
-    num_experts, _, hidden = problem.weight
-    second = (num_experts, hidden, problem.sizes.n)
-    scheme, slots = get_scheme(problem.scheme), problem.sizes.num_slots
-    tiles = token_tiles(second, problem.operand_itemsize, slots, None, scheme, facts, summed=True)
-    return tiles is not None
+    hidden, width = problem.sizes.k, problem.sizes.n
+    sizes = problem.sizes._replace(n=hidden, k=width, halves=1)
+    second = problem._replace(sizes=sizes, activation="", summed=True)
+    return SECOND.why_not(second, facts) is None
 
 
 def _batch(pieces: int, registers: int) -> int:

@@ -1,0 +1,195 @@
+"""Hopper's kernels for many rows of a plain weight: packed rows, or swap-AB tiles of few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_ops.dispatch.device import Device
+from moe_ops.dispatch.families.base import (
+    BOXES,
+    FOLLOWS_LOAD,
+    NO_SUM,
+    PLAIN,
+    PLANNED,
+    Condition,
+    Tunable,
+    served_by,
+)
+from moe_ops.dispatch.hopper import (
+    LEAST_COLUMNS,
+    LEAST_STAGES,
+    LONGEST_INT8,
+    PACKED,
+    PACKED_LOAD,
+    ROW_BYTES,
+    STREAM,
+    STREAM_ROWS,
+    HopperTiles,
+    KernelTiles,
+    most_stages,
+    operand_bytes,
+    packed_rows,
+    packed_tiles,
+    stream_tiles,
+    sums_integers,
+    widths,
+)
+from moe_ops.dispatch.plan import BufferSpec, GemmPlan, quantized_rows, rows_of
+from moe_ops.dispatch.problem import EACH, GemmProblem
+from moe_ops.dispatch.tiles import TALL_ROW_TILE, load_class
+from moe_ops.scheme import Scheme, get_scheme
+
+PACKED_GROUPS = (3, 4, 8, 16, 32)
+"""Values of ``group_m`` to try for the persistent kernels that pack rows."""
+
+
+@dataclass(frozen=True)
+class Persistent(Tunable):
+    """A kernel in Gluon for Hopper, whose tiles are `HopperTiles`."""
+
+    LEAST_STAGES = LEAST_STAGES
+    packs: bool = False
+    """Whether rows are packed in the order of the plan, and the schedule may be dynamic."""
+    groups: Callable[[GemmProblem], Sequence[int]] = lambda problem: PACKED_GROUPS
+    """Values of ``group_m`` that the tuner tries."""
+    enough: int = 64
+    """Stages beyond which the tuner tries no more."""
+
+    def has(self, tiles: KernelTiles) -> bool:
+        """Whether tiles name the kernel."""
+        return isinstance(tiles, HopperTiles) and tiles.kernel == self.kernel
+
+    def widths(self, block_m: int, scheme: Scheme) -> tuple[int, ...]:
+        """The values of ``block_n`` for a row tile; empty if it lacks the row tile or scheme."""
+        itemsize = operand_bytes(scheme)
+        return () if itemsize is None else widths(self.kernel, block_m, itemsize)
+
+    def ctas(self, block_m: int) -> tuple[int, ...]:
+        """The values of ``ctas``: those for which registers suffice."""
+        return (1,)
+
+    def most_stages(self, tiles: HopperTiles, problem: GemmProblem, device: Device) -> int:
+        """The most stages that fit beside the epilogue."""
+        return most_stages(tiles, device)
+
+    def in_stages(self, tiles: HopperTiles, problem: GemmProblem, device: Device) -> HopperTiles:
+        """Tiles of another size in the most stages that fit and are tried."""
+        most = self.most_stages(tiles, problem, device)
+        return replace(tiles, num_stages=min(self.enough, most))
+
+    def allowed_widths(self, tiles: HopperTiles, problem: GemmProblem) -> tuple[int, ...]:
+        """The values of ``block_n`` for a GEMM that the kernel takes."""
+        return self.widths(tiles.block_m, get_scheme(problem.scheme))
+
+    def unfit(self, tiles: HopperTiles, problem: GemmProblem, device: Device) -> str | None:
+        """Why a GEMM that the family takes cannot have these tiles; None: it can."""
+        wide, allowed = self.allowed_widths(tiles, problem), self.ctas(tiles.block_m)
+        if tiles.block_n not in wide:
+            return f"has {tiles.block_n} weight rows, {self.kernel} has {wide} for this row tile"
+        if tiles.on_demand and not self.packs:
+            return f"has a dynamic schedule, {self.kernel} has none"
+        if tiles.ctas not in allowed:
+            return f"has {tiles.ctas} CTAs per SM, registers allow {allowed}"
+        return super().unfit(tiles, problem, device)
+
+    def worth(self, tiles: HopperTiles, problem: GemmProblem) -> bool:
+        """Whether the stages are not more than `enough`."""
+        return tiles.num_stages <= self.enough
+
+    def steps(
+        self, tiles: HopperTiles, size: str, problem: GemmProblem, device: Device
+    ) -> Sequence[HopperTiles]:
+        """Other widths or CTAs come with their most stages."""
+        values: Mapping[str, Sequence[Any]] = {
+            "block_n": self.widths(tiles.block_m, get_scheme(problem.scheme)),
+            "ctas": self.ctas(tiles.block_m),
+            "num_stages": [tiles.num_stages + step for step in (-2, -1, 1, 2)],
+            "group_m": self.groups(problem),
+            "on_demand": (False, True) if self.packs else (),
+        }
+        now = getattr(tiles, size, None)
+        found = [replace(tiles, **{size: v}) for v in values.get(size, ()) if v != now]
+        whole = size in ("block_n", "ctas")
+        return [self.in_stages(t, problem, device) for t in found] if whole else found
+
+    def plan(self, problem: GemmProblem, tiles: HopperTiles, source: str) -> GemmPlan:
+        """With the counter of a dynamic schedule and, if rows are packed first, their buffers."""
+        plan, sizes = super().plan(problem, tiles, source), problem.sizes
+        if not self.packs:
+            return plan
+        scratch = (*plan.scratch, *([BufferSpec("next tile", 4)] if tiles.on_demand else ()))
+        if problem.permuted == "a" and not self.fragments:
+            return plan._replace(scratch=scratch)
+        rows = packed_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
+        scratch = (*scratch, *rows_of(problem, rows, "packed rows"))
+        if problem.rounded:
+            scratch = (*scratch, BufferSpec("scales of packed rows", 4 * rows))
+        return plan._replace(packed_rows=rows, scratch=scratch)
+
+
+def _one_scale(problem: GemmProblem, _: Device) -> bool:
+    groups = problem.groups
+    if groups is None or groups.k is None:
+        return True
+    return groups.k == ROW_BYTES and groups.n >= 128 // problem.sizes.halves
+
+
+OPERANDS = Condition(
+    "operands must be 16-bit, or fp8 or int8 with float32 scales, got {scheme.name}",
+    lambda problem, _: operand_bytes(get_scheme(problem.scheme)) == problem.gemm.itemsize,
+)
+WHOLE_BOXES = Condition(
+    "TMA boxes must hold 16 bytes along K, and 8 gate rows beside 8 up rows, "
+    "got K {problem.sizes.k} and {problem.sizes.n} columns",
+    lambda p, _: (
+        p.sizes.k * p.gemm.itemsize % 16 == 0 and (p.sizes.halves == 1 or p.sizes.n % 8 == 0)
+    ),
+)
+KIND = (OPERANDS, PLAIN, NO_SUM)
+CONDITIONS = (
+    served_by(90), FOLLOWS_LOAD, BOXES, WHOLE_BOXES,
+    Condition("128 weight rows (64 with a gate) must share scales", _one_scale),
+    Condition("sums of int8 products must fit in int32, got K {problem.sizes.k}",
+              lambda p, _: p.sizes.k <= LONGEST_INT8 or not sums_integers(get_scheme(p.scheme))),
+    Condition("rows must not have one scale for each expert", lambda p, _: not p.expert_scales),
+)  # fmt: skip
+
+
+def _has_rows(kernel: str) -> Condition:
+    """The kernel has tiles with the row tile of the plan."""
+    return Condition(
+        f"{kernel} must have tiles of {{problem.sizes.row_tile}} rows",
+        lambda p, _: widths(kernel, p.sizes.row_tile, p.gemm.itemsize) != (),
+    )
+
+
+def _many(problem: GemmProblem, _: Device) -> bool:
+    load = load_class(problem.sizes.num_slots, problem.sizes.num_experts)
+    return load >= PACKED_LOAD[problem.gemm.itemsize] or problem.sizes.row_tile == TALL_ROW_TILE
+
+
+LAUNCHER = "_hopper.gemm:HopperGemm"
+GATHERED = Persistent(
+    PACKED, LAUNCHER, KIND, (*CONDITIONS, _has_rows(PACKED), PLANNED),
+    lambda p, device: packed_tiles(p.gemm, p.sizes.row_tile, device),
+    preferred=(
+        Condition("experts must have more rows for packing to pay", _many),
+        Condition(f"there must be {LEAST_COLUMNS} weight rows for packing to pay",
+                  lambda problem, _: problem.weight[1] >= LEAST_COLUMNS),
+    ),
+    quantizes=(EACH,), packs=True,
+    buffers=lambda problem: () if problem.rows == EACH else quantized_rows(problem),
+)  # fmt: skip
+"""The kernel for many rows, which are packed in the order of the plan."""
+SWAPPED = Persistent(
+    STREAM, LAUNCHER, KIND, (*CONDITIONS, _has_rows(STREAM)),
+    lambda p, device: stream_tiles(p.gemm, p.sizes.row_tile, device),
+    preferred=(
+        Condition(f"the row tile must be at most {STREAM_ROWS}",
+                  lambda problem, _: problem.sizes.row_tile <= STREAM_ROWS),
+    ),
+    groups=lambda problem: (),
+)  # fmt: skip
+"""The swap-AB decode kernel, whose programs read rows where they are."""

@@ -1,0 +1,164 @@
+"""A tensor that tells `torch.distributed.checkpoint` where it lies in a larger one.
+
+A rank's tensors have the names of the other ranks' and hold other experts, or other parts of them.
+In a state dict each is a `RankTensor`: an ordinary tensor with this rank's rows, whose pieces have
+places in the tensor of a layer on one rank. A checkpoint of such tensors has no ranks. It loads
+onto any number of them, whatever experts they hold.
+
+The parameters themselves are not DTensors: a DTensor cannot say that the rows of a rank are those
+of experts 0, 5 and 5 again (EPLB), or a piece of the gate rows and a piece of the up rows. And
+every use of a weight would have to unwrap it. Where `fully_shard` has made a DTensor of a rank's
+tensor, the pieces are those of its local tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_PLANNER = "torch.distributed.checkpoint.default_planner"
+
+
+class Piece(NamedTuple):
+    """A box of a rank's tensor, and where it lies in the whole layer's tensor."""
+
+    start: tuple[int, ...]
+    """Its first entry in the rank's tensor."""
+    offsets: tuple[int, ...]
+    """Its first entry in the whole layer's tensor."""
+    sizes: tuple[int, ...]
+
+    def within(self, start: Sequence[int], sizes: Sequence[int]) -> Piece | None:
+        """Return the part that lies in a box of the rank's tensor; None: no part does."""
+        first = tuple(map(max, self.start, start))
+        boxes = zip(self.start, self.sizes, start, sizes, first, strict=True)
+        lengths = tuple(min(a + n, b + m) - at for a, n, b, m, at in boxes)
+        if min(lengths) <= 0:
+            return None
+        moved = tuple(at - old for at, old in zip(first, self.start, strict=True))
+        return Piece(
+            tuple(at - old for at, old in zip(first, start, strict=True)),
+            tuple(offset + by for offset, by in zip(self.offsets, moved, strict=True)),
+            lengths,
+        )
+
+
+class RankTensor(Tensor):
+    """A rank's part of a tensor, with the protocol of `torch.distributed.checkpoint`.
+
+    It is pickled, copied and saved in every other format as the plain tensor that it is.
+    """
+
+    global_shape: torch.Size
+    """Shape of the tensor of the layer on one rank."""
+    pieces: tuple[Piece, ...]
+    refusal: str = ""
+    """Why `torch.distributed.checkpoint` cannot have it; empty: it can."""
+    restored: Callable[[Tensor], Tensor] | None = None
+    """Makes the DTensor of which this is the local tensor; None: it is a tensor's own."""
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or the size of an axis.
+
+        `torch.distributed.checkpoint` gets the shape of the whole tensor, with which it compares
+        what was saved. (From torch 2.14 on it asks for ``global_shape``.)
+        """
+        if dim is None and sys._getframe(1).f_globals.get("__name__") == _PLANNER:
+            return self.global_shape
+        return super().size() if dim is None else super().size(dim)
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:  # noqa: PLW3201 (its name)
+        """Return what to save: each piece once, also if several rows hold the same expert."""
+        metadata = import_module("torch.distributed.checkpoint.metadata")
+        planner = import_module("torch.distributed.checkpoint.planner")
+        properties = metadata.TensorProperties.create_from_tensor(self.as_subclass(Tensor))
+        return [
+            planner.WriteItem(
+                metadata.MetadataIndex(fqn, chunk.offsets),
+                planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.global_shape),
+            )
+            for chunk in {chunk.offsets: chunk for chunk in self.__create_chunk_list__()}.values()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:  # noqa: PLW3201
+        """Return what to load, or to save.
+
+        Raises:
+            NotImplementedError: ``refusal``.
+        """
+        chunk = import_module("torch.distributed.checkpoint.metadata").ChunkStorageMetadata
+        if self.refusal:
+            raise NotImplementedError(self.refusal)
+        return [chunk(torch.Size(p.offsets), torch.Size(p.sizes)) for p in self.pieces]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:  # noqa: PLW3201
+        """Return the memory of a piece.
+
+        When a checkpoint is loaded, ``index.index`` tells replicas of an expert apart.
+        """
+        same = [i for i, piece in enumerate(self.pieces) if piece.offsets == tuple(index.offset)]
+        piece = self.pieces[index.index if index.index in same else same[0]]
+        box = (slice(at, at + n) for at, n in zip(piece.start, piece.sizes, strict=True))
+        return self.as_subclass(Tensor)[tuple(box)]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Copy as a plain tensor."""
+        return self.as_subclass(Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor, which ``torch.load(.., weights_only=True)`` takes."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function: copies keep their place, other results are plain tensors."""
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, RankTensor) and not hasattr(result, "pieces"):
+            if func in _COPIES and isinstance(args[0], RankTensor):
+                result.__dict__.update(args[0].__dict__)
+            elif func is not Tensor.new_empty:  # which staging for `async_save` completes itself
+                return result.as_subclass(Tensor)
+        return result
+
+
+_COPIES = {Tensor.clone, Tensor.detach, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous}
+
+
+def rank_tensor(
+    x: Any, global_shape: Sequence[int], pieces: Sequence[Piece], refusal: str = ""
+) -> RankTensor:
+    """Return a tensor, or the local tensor of a DTensor, that knows its place."""
+    restored = None
+    if hasattr(x, "placements"):
+        kind, utils = type(x), import_module("torch.distributed.tensor._utils")
+        mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
+        sizes, start = utils.compute_local_shape_and_global_offset(shape, mesh, placements)
+        pieces = [part for piece in pieces if (part := piece.within(start, sizes)) is not None]
+
+        def restored(local: Tensor) -> Tensor:
+            return kind.from_local(local, mesh, placements, shape=shape, stride=stride)
+
+        x = x.to_local()
+    place = {
+        "global_shape": torch.Size(global_shape),
+        "pieces": tuple(pieces),
+        "refusal": refusal,
+        "restored": restored,
+    }
+    result = x.as_subclass(RankTensor)
+    result.__dict__.update(place)
+    return result
+
+
+def plain_tensor(x: Any) -> Any:
+    """Return the tensor or DTensor of which a `RankTensor` was made; other values as they are."""
+    if not isinstance(x, RankTensor):
+        return x
+    local = x.as_subclass(Tensor)
+    return local if x.restored is None else x.restored(local)

@@ -1,0 +1,153 @@
+"""Where the tensors of one rank lie in those of the same layer on one rank.
+
+`torch.distributed.checkpoint` saves and loads the state dict of a layer over several ranks by these
+places: see `RankTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.packing import PLAIN, forms_of
+from moe_ops.layer.parameters import ParameterSpec, parameter_specs
+from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.rank_tensor import Piece, RankTensor, rank_tensor
+
+
+class Span(NamedTuple):
+    """Neighbouring entries of one axis."""
+
+    start: int
+    """The first one in the rank's tensor."""
+    offset: int
+    """The first one in the whole tensor."""
+    length: int
+
+
+def rank_tensors(layer: ExpertLayer, tensors: Mapping[str, Tensor]) -> dict[str, RankTensor]:
+    """Return a layer's parameters, by name, as tensors that know their place.
+
+    Args:
+        layer: a layer over several ranks.
+        tensors: parameters, or tensors of their shapes, such as an optimizer's.
+    """
+    refusal, rows = refusal_of(layer), _rows(layer)
+    own, whole = parameter_specs(layer.sizes), parameter_specs(whole_sizes(layer))
+    cut = parameter_specs(replace(layer.sizes, intermediate_size=2 * layer.sizes.intermediate_size))
+    experts = len(layer.placement.rows)
+    placed = {}
+    for name, x in tensors.items():
+        if name not in own:
+            continue
+        shape, axes = (experts, *x.shape[1:]), [rows, *([Span(0, 0, n)] for n in x.shape[1:])]
+        if layer.moe_parallel_config.tp_size > 1 and not refusal:
+            shape = whole[name].shape
+            for axis in range(1, x.dim()):
+                if own[name].shape[axis] != cut[name].shape[axis]:
+                    axes[axis] = _parts(layer, own[name], axis, shape[axis])
+            if name == "w2_bias" and layer.moe_parallel_config.tp_rank:
+                axes[0] = []  # the first rank alone adds it
+        placed[name] = rank_tensor(x, shape, [*_boxes(axes)], refusal)
+    return placed
+
+
+def whole_sizes(layer: ExpertLayer) -> LayerSizes:
+    """Return the sizes of the layer on one rank.
+
+    Where this rank has smaller blocks than checkpoints, the whole layer has such blocks, too.
+    """
+    sizes, own = layer.saved_sizes(), layer.sizes
+    if sizes.scheme.key != own.plain.scheme.key:
+        sizes = replace(own, intermediate_size=layer.intermediate_size)
+    return replace(sizes, num_experts=len(layer.placement.rows), exact_of=own.exact_of)
+
+
+def refusal_of(layer: ExpertLayer) -> str:
+    """Return why `torch.distributed.checkpoint` cannot have the layer's tensors; empty: it can."""
+    must = "must {} for torch.distributed.checkpoint (or save each rank's state_dict in a file of"
+    must += " its own, with torch.save or safetensors), got {}"
+    if layer.w13_input_order is not None:
+        return "a FusedMoE over several ranks " + must.format("have no w13_input_order", "one")
+    forms = {*forms_of(layer).values()} - {PLAIN}
+    if forms and layer.moe_parallel_config.tp_size > 1:
+        rule = must.format("be in the plain form, see unpack_,", f"the form {min(forms)}")
+        return "weights of experts that tp_size ranks share " + rule
+    return ""
+
+
+def _rows(layer: ExpertLayer) -> list[Span]:
+    """Return which experts the rows hold; replicas of an expert are spans of one row each."""
+    experts, spans = layer.held_placement().experts, list[Span]()
+    merges = layer.global_num_experts == len(layer.placement.rows)
+    for row, expert in enumerate(experts):
+        last = spans[-1] if spans and merges else None
+        if last is not None and last.offset + last.length == expert:
+            spans[-1] = last._replace(length=last.length + 1)
+        elif expert >= 0:
+            spans.append(Span(row, expert, 1))
+    return spans
+
+
+def _parts(layer: ExpertLayer, spec: ParameterSpec, axis: int, whole: int) -> list[Span]:
+    """Return this rank's part of an axis that ranks share; gate and up rows have one part each."""
+    rank, gated = layer.moe_parallel_config.tp_rank, layer.sizes.gated
+    halves = 2 if spec.is_w13 and gated and not layer.sizes.interleaved else 1
+    each, total = spec.shape[axis] // halves, whole // halves
+    length = min(each, total - rank * each)
+    return [
+        Span(half * each, half * total + rank * each, length)
+        for half in range(halves)
+        if length > 0
+    ]
+
+
+def _boxes(axes: list[list[Span]]) -> Iterator[Piece]:
+    for spans in product(*axes):
+        yield Piece(*zip(*spans, strict=True))
+
+
+def sharded_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict whose tensors of experts know their place in the whole layers.
+
+    For the state dict of an optimizer, which `torch.distributed.checkpoint` would otherwise keep
+    for one rank's experts. Save the result, or load into it: its tensors share the memory of
+    ``state_dict``, which is then given to ``set_optimizer_state_dict``. (The state dict of a model
+    needs no call.)
+
+    Args:
+        model: the model; its layers over several ranks are found.
+        state_dict: what ``get_optimizer_state_dict`` returned, flattened or not.
+
+    Returns:
+        The same entries; a tensor of a parameter's shape, under the parameter's name, is replaced.
+    """
+    layers = {
+        _clean(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertLayer) and module.is_spread
+    }
+
+    def placed(path: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: placed(f"{path}.{name}", x) for name, x in value.items()}
+        if not isinstance(value, Tensor):
+            return value
+        for prefix, layer in layers.items():
+            for name, param in layer.named_parameters(recurse=False):
+                if path.startswith(f".state.{prefix}{name}.") and value.shape == param.shape:
+                    return rank_tensors(layer, {name: value}).get(name, value)
+        return value
+
+    return placed("", state_dict)
+
+
+def _clean(name: str) -> str:
+    """Return a module's name as the beginning of its parameters' names in state dicts."""
+    inserted = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
+    return "".join(f"{part}." for part in name.split(".") if part and part not in inserted)

@@ -1,0 +1,286 @@
+"""Layers over ranks through `torch.distributed.checkpoint`: onto other ranks, onto one, with AdamW.
+
+Each case saves a layer on two ranks and loads it in other ways; the tensors of a layer on one rank
+are the oracle.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import spawn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parameters_to_vector
+
+import moe_ops
+
+E, K, H, I = 8, 2, 128, 256  # noqa: E741
+CASES = {
+    "plain": {},
+    "biases": {"has_bias": True, "activation": "swigluoai"},
+    "without_gate": {"activation": "relu2_no_mul"},
+    "shared_experts": {"n_shared_experts": 1},
+    "fp8_block128": {"scheme": "fp8_block128"},
+    "fp8_tensor_static": {"scheme": "fp8_tensor_static"},
+    "int4_w4a16_g32": {"scheme": "int4_w4a16_g32"},
+    "int4_w4a16_g128_zp": {"scheme": "int4_w4a16_g128_zp"},
+    "mxfp4_packed": {"scheme": "mxfp4_w4a16", "packed": True},
+    "fp8_form": {"scheme": "mxfp4_w4a8", "as_fp8": True},
+    "round_robin": {"expert_placement_strategy": "round_robin"},
+    "uneven": {"num_experts": 7},
+    "odd_width": {"intermediate_size": 97},
+}
+
+
+def way(rank, kind):
+    """Options of one of two ranks."""
+    return {f"{kind}_size": 2, f"{kind}_rank": rank, "reduce_results": True} if kind else {}
+
+
+def layer_of(packed=False, as_fp8=False, **options):
+    """A layer with the right sizes whose numbers are not those of the case."""
+    sizes = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}
+    layer = moe_ops.FusedMoE(**{**sizes, "params_dtype": torch.float32, **options})
+    for x in layer.parameters():
+        x.data.view(torch.uint8).zero_()
+    if packed:
+        layer.pack_()
+    if as_fp8:
+        layer.as_fp8_()
+    return layer
+
+
+def filled(layer):
+    """Give each entry of the layer on one rank bytes of its own."""
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for x in layer.parameters():
+            flat = x.data.view(torch.uint8)
+            flat.copy_(torch.randint(1, 60, flat.shape, generator=g, dtype=torch.uint8))
+    return layer
+
+
+def save(layer, folder, name):
+    dcp.save({"model": get_model_state_dict(layer)}, checkpoint_id=f"{folder}/{name}")
+
+
+def load(layer, folder, name):
+    state = get_model_state_dict(layer)
+    dcp.load({"model": state}, checkpoint_id=f"{folder}/{name}")
+    set_model_state_dict(layer, state)
+    return layer
+
+
+def same(layer, other):
+    pairs = zip(layer.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(
+        a == b and torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for (a, x), (b, y) in pairs
+    )
+
+
+def layers_of(rank, kind, names=CASES):
+    """The layers of all cases on one of two ranks, as one model."""
+    return torch.nn.ModuleDict({n: layer_of(**CASES[n], **way(rank, kind)) for n in names})
+
+
+def wrong(layers, others):
+    """The cases whose layers differ."""
+    return [name for name in layers if not same(layers[name], others[name])]
+
+
+def check_two(rank, ranks, folder):
+    whole = layers_of(rank, None)
+    for layer in whole.values():
+        filled(layer)
+    save(whole, folder, "one")
+    cut = [name for name in CASES if name not in {"mxfp4_packed", "fp8_form"}]
+    cases = {"ep": CASES, "tp": cut}
+    parts = {kind: load(layers_of(rank, kind, cases[kind]), folder, "one") for kind in cases}
+    for kind, part in parts.items():
+        save(part, folder, kind)
+        assert wrong(load(layers_of(rank, None, cases[kind]), folder, kind), whole) == [], kind
+        for onto in cases:
+            again = load(layers_of(rank, onto, cut), folder, kind)
+            assert wrong(again, parts[onto]) == [], (kind, onto)
+    check_results(parts, whole)
+    whole = whole["plain"]
+    save(whole, folder, "plain-one")
+    save(parts["ep"]["plain"], folder, "plain-ep")
+    check_replicas(rank, folder, whole)
+    check_copies(rank, folder, whole)
+    check_refused(rank, folder)
+
+
+def check_results(parts, whole):
+    """The ranks' results add up to that of the layer on one rank: no term cancels another."""
+    g = torch.Generator().manual_seed(9)
+    x, logits = torch.rand(5, H, generator=g) * 100, torch.randn(5, E, generator=g)
+    for name in ("plain", "biases", "without_gate", "odd_width"):
+        for part in parts.values():
+            expected, out = whole[name](x, logits), part[name](x, logits)
+            assert bool((expected > 0).all())
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=0)
+
+
+def check_replicas(rank, folder, whole):
+    """Redundant experts are saved once and all loaded; rows may hold other experts than before."""
+    options = {"enable_eplb": True, "num_redundant_experts": 10, "ep_size": 2, "ep_rank": rank}
+    layer = load(layer_of(**options), folder, "plain-ep")
+    assert layer.placement.experts.count(0) == 2 - rank
+    for row, expert in enumerate(layer.placement.experts):
+        assert torch.equal(layer.w2_weight[row], whole.w2_weight[expert])
+    save(layer, folder, "replicas")
+    assert same(load(layer_of(), folder, "replicas"), whole)
+
+
+def check_copies(rank, folder, whole):
+    """Asynchronous saving, and state dicts that are copied, moved or pickled."""
+    layer = load(layer_of(**way(rank, "ep")), folder, "plain-one")
+    state = get_model_state_dict(layer, options=StateDictOptions(cpu_offload=True))
+    dcp.async_save({"model": state}, checkpoint_id=f"{folder}/later").result()
+    assert same(load(layer_of(), folder, "later"), whole)
+    copied = {name: x.clone().detach() for name, x in layer.state_dict().items()}
+    dcp.save({"model": copied}, checkpoint_id=f"{folder}/copied")
+    assert same(load(layer_of(), folder, "copied"), whole)
+    state = layer.state_dict()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    for other in (torch.load(buffer, weights_only=True), copy.deepcopy(state), {**state}):
+        fresh = layer_of(**way(rank, "ep"))
+        fresh.load_state_dict(other)
+        assert same(fresh, layer)
+    assert type(state["w13_weight"] + 1) is type(copy.deepcopy(state)["w2_weight"]) is torch.Tensor
+
+
+def check_refused(rank, folder):
+    layer = layer_of(**CASES["mxfp4_packed"], **way(rank, "tp"))
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"plain form, see unpack_, .*form packed"
+    ):
+        save(layer, folder, "refused")
+    layer = layer_of(scheme="int8_w8a16", **way(rank, "ep"))
+    save(layer, folder, "int8")
+    other = layer_of(scheme="fp8_w8a16", **way(rank, "ep"))
+    state = get_model_state_dict(other)
+    error = r"Size mismatch|must be stored as"
+    with pytest.raises((RuntimeError, dcp.api.CheckpointException), match=error):
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/int8")
+        set_model_state_dict(other, state)
+
+
+def test_two_ranks(tmp_path):
+    spawn(check_two, 2, str(tmp_path))
+
+
+class Block(torch.nn.Module):
+    """A router and its experts."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.router = torch.nn.Linear(H, E, bias=False)
+        self.experts = layer_of(**options)
+
+    def forward(self, x):
+        return self.experts(x, self.router(x))
+
+
+def trained(block, x):
+    """AdamW after two steps."""
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-3)
+    for _ in range(2):
+        block(x).square().sum().backward()
+        moe_ops.clip_grad_norm_(block, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def resumed(block, folder, flat=None):
+    """The block and its optimizer, loaded."""
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-3)
+    options = StateDictOptions(flatten_optimizer_state_dict=bool(flat))
+    states = get_optimizer_state_dict(block, optimizer, options=options)
+    model = get_model_state_dict(block)
+    dcp.load(
+        {"model": model, "optim": moe_ops.sharded_state_dict(block, states)}, checkpoint_id=folder
+    )
+    set_model_state_dict(block, model)
+    set_optimizer_state_dict(block, optimizer, states, options=options)
+    return optimizer
+
+
+def check_fsdp(rank, ranks, folder):
+    """FSDP2 over one axis of a mesh, experts over the other: saved on four, loaded on one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ep"))
+    torch.manual_seed(0)
+    start = Block()
+    filled(start.experts)
+    for x in start.experts.parameters():
+        torch.nn.init.normal_(x, std=0.1)
+    save(start, folder, "start")
+    options = {**way(mesh["ep"].get_local_rank(), "ep"), "tp_group": mesh["ep"]}
+    block = fully_shard(load(Block(**options), folder, "start"), mesh=mesh["data"])
+    cut = {**way(mesh["ep"].get_local_rank(), "tp"), "tp_group": mesh["ep"]}
+    save(fully_shard(load(Block(**cut), folder, "start"), mesh=mesh["data"]), folder, "cut")
+    assert same(load(Block(), folder, "cut"), start)
+    x = torch.randn(6, H)
+    check_clipping(block, start, x)
+    optimizer, alone = trained(block, x), trained(start, x)
+    for flat in (False, True):
+        states = get_optimizer_state_dict(
+            block, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat)
+        )
+        saved = {
+            "model": get_model_state_dict(block),
+            "optim": moe_ops.sharded_state_dict(block, states),
+        }
+        dcp.save(saved, checkpoint_id=f"{folder}/{flat}")
+        one = Block()
+        again = resumed(one, f"{folder}/{flat}", flat)
+        torch.testing.assert_close(
+            parameters_to_vector(one.parameters()), parameters_to_vector(start.parameters())
+        )
+        for mine, other in zip(one.parameters(), start.parameters(), strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(again.state[mine][key], alone.state[other][key])
+        other = fully_shard(Block(**options), mesh=mesh["data"])
+        resumed(other, f"{folder}/{flat}", flat)
+        assert all(map(torch.equal, *(map(local, b.parameters()) for b in (other, block))))
+        torch.testing.assert_close(other(x), start(x))
+
+
+def check_clipping(block, alone, x):
+    for norm_type in (2.0, 1, float("inf")):
+        norms = []
+        for model in (block, alone):
+            model(x).square().sum().backward()
+            norms.append(moe_ops.clip_grad_norm_(model, 0.5, norm_type, error_if_nonfinite=True))
+        torch.testing.assert_close(*norms, rtol=3e-4, atol=0)  # float32 sums of 500,000
+        again = moe_ops.clip_grad_norm_(block, 9.0, norm_type)
+        torch.testing.assert_close(again, torch.tensor(0.5), rtol=3e-4, atol=0)
+        torchs = torch.nn.utils.clip_grad_norm_(alone.parameters(), 9.0, norm_type)
+        torch.testing.assert_close(torchs, again, rtol=3e-4, atol=0)
+        for model in (block, alone):
+            model.zero_grad()
+    for wrong in ({"max_norm": -1.0}, {"max_norm": float("nan")}, {"norm_type": 0.5}):
+        with pytest.raises(ValueError, match=rf"{[*wrong][0]} must be"):
+            moe_ops.clip_grad_norm_(block, **{"max_norm": 1.0, **wrong})
+
+
+def local(x):
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def test_fully_shard_beside_experts(tmp_path):
+    spawn(check_fsdp, 4, str(tmp_path))
