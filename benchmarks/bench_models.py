@@ -108,8 +108,8 @@ class Part(NamedTuple):
         return ModelRow(*key, **facts)
 
 
-def planned(args: argparse.Namespace, known: set[tuple[Any, ...]]) -> Iterator[Part]:
-    """The parts in order, without cases whose keys are ``known``."""
+def planned(args: argparse.Namespace, measured: set[tuple[Any, ...]]) -> Iterator[Part]:
+    """The parts in order, without cases whose keys are ``measured``."""
     phases = [("decode", batch) for batch in args.batches]
     phases += [("prefill", tokens) for tokens in args.prefill]
     for model, scheme, impl in product(args.models, args.schemes, args.impls):
@@ -123,7 +123,7 @@ def planned(args: argparse.Namespace, known: set[tuple[Any, ...]]) -> Iterator[P
         cases = ((phase, m, mode) for (phase, m), mode in product(phases, args.modes))
         for case in cases:
             row = part.row(case)
-            if tuple(getattr(row, name) for name in MODEL_KEY) not in known:
+            if tuple(getattr(row, name) for name in MODEL_KEY) not in measured:
                 part.cases.append(case)
         if part.cases:
             yield part

@@ -138,13 +138,13 @@ def unquantized_kib(record: Record) -> float:
 
 def clusters(rows: list[Record]) -> list[list[Record]]:
     """Group rows that take about the same memory."""
-    found: list[list[Record]] = []
+    groups: list[list[Record]] = []
     for row in sorted(rows, key=lambda row: row["bytes_per_expert"]):
-        if found and row["bytes_per_expert"] < 1.2 * found[-1][0]["bytes_per_expert"]:
-            found[-1].append(row)
+        if groups and row["bytes_per_expert"] < 1.2 * groups[-1][0]["bytes_per_expert"]:
+            groups[-1].append(row)
         else:
-            found.append([row])
-    return found
+            groups.append([row])
+    return groups
 
 
 def _label(axis: Any, rows: list[Record]) -> None:

@@ -56,11 +56,11 @@ class Layer:
 
     def call(self, scheme: str, tokens: int) -> Any:
         """What is timed: the replay of a graph, or on a CPU the call itself."""
-        given = {"device": self.device}
+        on_device = {"device": self.device}
         w1, w2, config = self.weights(scheme)
-        generator = torch.Generator(**given).manual_seed(tokens)
-        x = torch.randn(tokens, self.hidden, generator=generator, **given).bfloat16()
-        logits = torch.randn(tokens, self.num_experts, generator=generator, **given)
+        generator = torch.Generator(**on_device).manual_seed(tokens)
+        x = torch.randn(tokens, self.hidden, generator=generator, **on_device).bfloat16()
+        logits = torch.randn(tokens, self.num_experts, generator=generator, **on_device)
 
         def run() -> Any:
             options = {"quant_config": config, "activation": self.activation}

@@ -196,8 +196,8 @@ def quantized_weight(
     zero_point: Tensor | None = None,
 ) -> None:
     """Check the tensors of a quantized weight with ``(E, N, K)`` numbers, in either form."""
-    known = get_scheme(scheme)
-    quant = known.weight
+    parsed = get_scheme(scheme)
+    quant = parsed.weight
     if quant is None:
         raise ValueError(f"scheme must quantize weights, got {scheme!r}")
     for name, value, needed in (
@@ -217,7 +217,7 @@ def quantized_weight(
     _of_experts("w_global_scale", global_scale, experts, experts, 2 * experts, experts * n)
     _of_experts("w_zero_point", zero_point, experts, zero_points)
     if is_packed(w):
-        check_packed("w", w, known, n, k)
+        check_packed("w", w, parsed, n, k)
         if quant.local:
             _groups_first("w_scale", scale, quant.weight_scale_shape(experts, n, k))
             _groups_first("w_zero_point", zero_point, quant.zero_point_shape(experts, n, k))

@@ -256,8 +256,8 @@ def run_header() -> dict[str, str]:
 def driver_version() -> str | None:
     """The version of the GPU's driver; None without a GPU."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    found = _output_of(*query)
-    return None if found == "unknown" else found
+    version = _output_of(*query)
+    return None if version == "unknown" else version
 
 
 def _commit() -> str:

@@ -244,9 +244,9 @@ def _quant_config(experts: Experts, part: slice) -> moe_ops.FusedMoEQuantConfig:
         QTensor._make([None if t is None else t[part] for t in weight]) for weight in experts.stored
     )
     config = experts.quant_config
-    given = {f"a{i}_scale": getattr(config, f"a{i}_scale") for i in (1, 2)}
-    given = {name: value for name, value in given.items() if value is not None}
-    return moe_ops.FusedMoEQuantConfig.from_weights(experts.scheme, w1, w2, **given)
+    scales = {f"a{i}_scale": getattr(config, f"a{i}_scale") for i in (1, 2)}
+    scales = {name: value for name, value in scales.items() if value is not None}
+    return moe_ops.FusedMoEQuantConfig.from_weights(experts.scheme, w1, w2, **scales)
 
 
 def _exchange_times(
@@ -256,8 +256,8 @@ def _exchange_times(
     part: Any = kernel.prepare_finalize
     experts: Any = kernel.fused_experts
     names = ("hidden_states", "topk_weights", "topk_ids", "global_num_experts", "expert_map")
-    given = (*(call[n] for n in names), False, experts.quant_config)
-    ids = part.prepare(*given).topk_ids.clone()  # a copy: the call is not in flight
+    arguments = (*(call[n] for n in names), False, experts.quant_config)
+    ids = part.prepare(*arguments).topk_ids.clone()  # a copy: the call is not in flight
     sums = torch.randn(ids.shape[0], call["hidden_states"].shape[1], device=rank.device).bfloat16()
 
     def chain(step: Callable[[], Any]) -> float:
@@ -267,7 +267,7 @@ def _exchange_times(
 
         return _slowest(_time(steps, rank), rank) / CHAIN
 
-    send = chain(lambda: part.prepare(*given))
+    send = chain(lambda: part.prepare(*arguments))
     if not isinstance(part, pipeline.SymmetricPrepareAndFinalize):
         return send, chain(lambda: part.send_back(sums, ids)())
     (windows,) = part.connect(rank.device)

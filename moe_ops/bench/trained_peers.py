@@ -62,8 +62,8 @@ def hf_adapted(
     """
     layer = TransformersExperts(experts, implementation)
     x, ids, weights = transformers_arguments(inputs)
-    given = {"x": x, "topk_weights": weights, **factors}
-    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+    tensors = {"x": x, "topk_weights": weights, **factors}
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     parameters = {"gate_up_proj": "1", "down_proj": "2"}
 
     def adapted(name: str) -> Tensor:

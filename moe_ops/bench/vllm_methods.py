@@ -150,12 +150,12 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
     """
     started()
     vllm.workspace(inputs.x.device)
-    how = SCHEMES[experts.scheme.name]
+    scheme = SCHEMES[experts.scheme.name]
     config = vllm.moe_config(experts, inputs, moe_backend=backend)
-    method = how.make(config)
+    method = scheme.make(config)
     tensors: dict[str, Tensor] = {}
     for which, q in zip(("w13", "w2"), experts.stored or (), strict=True):
-        tensors.update(how.tensors(which, q))
+        tensors.update(scheme.tensors(which, q))
     layer = layer_of(method, config, tensors)
     method.process_weights_after_loading(layer)
     runs = type(method.moe_kernel.impl.fused_experts).__name__
@@ -167,9 +167,9 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
 def call_of(method: Any, layer: nn.Module, inputs: Inputs) -> Call:
     """The call of the modular kernel that a method has made for a layer."""
     config: Any = layer.moe_config
-    given = {
+    options = {
         "activation": config.activation, "global_num_experts": config.num_experts,
         "expert_map": None, "apply_router_weight_on_input": False,
     }  # fmt: skip
     operands = (layer.w13_weight, layer.w2_weight, inputs.topk_weights, inputs.topk_ids)
-    return lambda: method.moe_kernel.apply(inputs.x, *operands, **given)
+    return lambda: method.moe_kernel.apply(inputs.x, *operands, **options)

@@ -68,15 +68,15 @@ class Result(NamedTuple):
 def read(program: Program, windows: Tensor, bar: tqdm) -> tuple[float, list[Tensor], float]:
     """Return perplexity, the logits of each window, and tokens per second."""
     program.read(windows[0])  # compiles
-    loss, seconds, found = 0.0, 0.0, []
+    loss, seconds, all_logits = 0.0, 0.0, []
     for window in windows:
         start = now()
         logits = program.read(window)
         seconds += now() - start
         loss += torch.nn.functional.cross_entropy(logits[:-1], window[1:]).item()
-        found.append(logits)
+        all_logits.append(logits)
         bar.update(len(window))
-    return math.exp(loss / len(windows)), found, windows.numel() / seconds
+    return math.exp(loss / len(windows)), all_logits, windows.numel() / seconds
 
 
 def measure(

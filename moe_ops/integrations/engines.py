@@ -59,8 +59,8 @@ def _asked(name: str) -> Engine:
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             return Engine(**json.loads(line[len(MARK) :]))
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return Engine(leaves={"everything": said[-1].strip() if said else f"exit {done.returncode}"})
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return Engine(leaves={"everything": lines[-1].strip() if lines else f"exit {done.returncode}"})
 
 
 def ask(name: str) -> Engine:

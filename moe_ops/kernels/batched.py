@@ -40,11 +40,11 @@ def _places_kernel(
     Outputs that are None are not written; ``rows`` is -1 for a slot without a place.
     """
     take_turn()
-    found, count, before, own = count_slots(
+    buckets, count, before, own = count_slots(
         topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
         BUCKETS, BLOCK, FEW, ACROSS, ROWS,
     )  # fmt: skip
-    slot, bucket, rank = sort_in_block(found, before, own, num_buckets, BLOCK)
+    slot, bucket, rank = sort_in_block(buckets, before, own, num_buckets, BLOCK)
     placed = (bucket < num_buckets) & (rank < max_rows)
     row = tl.where(placed, bucket * max_rows + rank, -1)
     if slots is not None:

@@ -69,8 +69,8 @@ def load_slots_of(
             slot = tl.load(tiles + HEADER + row, mask=row < end, other=-1)
         real = slot.to(tl.uint32) < num_slots.to(tl.uint32)
     else:
-        found = local_experts(tiles, expert_map, row, row < end, num_ids, num_experts)
-        slot, real = row, found == expert
+        owner = local_experts(tiles, expert_map, row, row < end, num_ids, num_experts)
+        slot, real = row, owner == expert
     return tl.where(real, slot, 0).to(tl.uint32), real
 
 
@@ -216,8 +216,8 @@ def _expert_bias_grad_kernel(
 def _bias_launch(n: int, top_k: int, tile: int) -> tuple[Launch, int]:
     """The kernel, and programs along a row."""
     block = min(64, next_power_of_2(max(n, 16)))
-    how = {"TILE": tile, "BLOCK_M": 32, "BLOCK_N": block}
-    return Launch(_expert_bias_grad_kernel, N=n, TOP_K=top_k, **how), cdiv(n, block)
+    tiles = {"TILE": tile, "BLOCK_M": 32, "BLOCK_N": block}
+    return Launch(_expert_bias_grad_kernel, N=n, TOP_K=top_k, **tiles), cdiv(n, block)
 
 
 def expert_bias_grad(

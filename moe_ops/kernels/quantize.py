@@ -93,10 +93,10 @@ def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tenso
         grid = (cdiv(count * split.pieces, split.count), experts)
         kernel(grid, *rows.arguments(), dense(scale), q, row_scale, count)
         return
-    given, partials = _given(rows, scale) if scale is not None else _partial_maxima(rows)
+    scales, partials = _given(rows, scale) if scale is not None else _partial_maxima(rows)
     kernel, split = _scaled_launch(rows.constants(), quant, width, partials)
     grid = (cdiv(count * split.pieces, split.count), experts)
-    kernel(grid, *rows.arguments(), *given, q, row_scale, count)
+    kernel(grid, *rows.arguments(), *scales, q, row_scale, count)
 
 
 def unpacked(q: Tensor, quant: str) -> tuple[int, ...]:

@@ -61,17 +61,17 @@ def _hash_topk_kernel(
     row = gating_output + token * stride_row
     slot = tl.arange(0, SLOTS)
     word = tl.load(input_ids + token).to(tl.int64)
-    known = slot < tl.where((word >= 0) & (word < VOCABULARY), TOPK, 0)
-    ids = tl.load(table + word * TOPK + slot, mask=known, other=-1)
-    known = known & (ids >= 0) & (ids < NUM_EXPERTS)
+    listed = slot < tl.where((word >= 0) & (word < VOCABULARY), TOPK, 0)
+    ids = tl.load(table + word * TOPK + slot, mask=listed, other=-1)
+    listed = listed & (ids >= 0) & (ids < NUM_EXPERTS)
     peak, inverse = 0.0, 0.0
     if SCORING == "softmax":
         expert = tl.arange(0, EXPERTS)
         valid = expert < NUM_EXPERTS
         logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
         peak, inverse = softmax_terms(logits, valid & is_finite(logits))
-    weights = chosen_weights(row, ids, known, peak, inverse, SCORING)
-    ids = tl.where(known, ids, -1).to(tl.int32)
+    weights = chosen_weights(row, ids, listed, peak, inverse, SCORING)
+    ids = tl.where(listed, ids, -1).to(tl.int32)
     at = token * TOPK + slot
     store_routing(topk_weights, topk_ids, at, slot < TOPK, weights, ids, RENORMALIZE, SCALE)
 

@@ -40,9 +40,9 @@ def _topk_align_kernel(
     )  # fmt: skip
     place = tl.arange(0, TOKENS * SLOTS)
     slot = place // SLOTS * TOPK + place % SLOTS
-    found = experts_of(ids, expert_map, num_ids, num_buckets)
+    buckets = experts_of(ids, expert_map, num_ids, num_buckets)
     place_buckets(
-        tl.reshape(found, (TOKENS * SLOTS,)), slot, None, plan, None, None,
+        tl.reshape(buckets, (TOKENS * SLOTS,)), slot, None, plan, None, None,
         num_tokens * TOPK, num_rows, num_tiles, num_buckets, TILE, BUCKETS,
     )  # fmt: skip
 

@@ -33,8 +33,8 @@ def _mul_sum_kernel(
         slot = token * TOP_K + j
         readable = width
         if topk_ids is not None:
-            found = local_experts(topk_ids, expert_map, slot, True, num_experts, num_local_experts)
-            readable = tl.where(found >= 0, width, 0)
+            expert = local_experts(topk_ids, expert_map, slot, True, num_experts, num_local_experts)
+            readable = tl.where(expert >= 0, width, 0)
         value = tl.load(inputs + slot * WIDTH + col, mask=col < readable, other=0.0)
         value = value.to(tl.float32)
         if topk_weights is not None:

@@ -313,7 +313,7 @@ def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
     w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
     quant = layer.scheme.activation
     kind = "gscale" if quant is not None and quant.global_scale else "scale"
-    given = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
+    input_scales = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
     return FusedMoEQuantConfig(
         layer.scheme,
         w1_scale=w1,
@@ -324,7 +324,7 @@ def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
         w2_gscale=w2_gscale,
         g1_alphas=g1_alphas,
         g2_alphas=g2_alphas,
-        **given,
+        **input_scales,
     )
 
 

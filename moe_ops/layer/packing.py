@@ -113,9 +113,9 @@ class PacksWeights(ExpertLayer):
         scheme = self.sizes.plain.scheme
         if exact_fp8_scheme(scheme) is None:
             return None
-        found = list(exact_rows_of(self))
-        exact = sum(int(x.sum()) for x in found)
-        return ExactRows(scheme, exact, sum(x.numel() for x in found))
+        rows = list(exact_rows_of(self))
+        exact = sum(int(x.sum()) for x in rows)
+        return ExactRows(scheme, exact, sum(x.numel() for x in rows))
 
     def _convert(self, forms: Mapping[str, str]) -> None:
         check_own_weights(self)

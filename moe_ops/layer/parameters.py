@@ -66,8 +66,8 @@ def parameter_specs(sizes: LayerSizes) -> Mapping[str, ParameterSpec]:
     Returns:
         A mapping of names to specs that cannot be changed.
     """
-    found = (spec for w, (n, k) in sizes.weights.items() for spec in _of_weight(w, n, k, sizes))
-    by_name = {spec.name: spec for spec in found}
+    specs = (spec for w, (n, k) in sizes.weights.items() for spec in _of_weight(w, n, k, sizes))
+    by_name = {spec.name: spec for spec in specs}
     return MappingProxyType({name: by_name[name] for name in sorted(by_name, key=_order)})
 
 

@@ -50,15 +50,15 @@ def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]
 
 def plain_expert(layer: FusedMoE, expert: int) -> dict[str, Tensor]:
     """Return an expert's parameters by name; its weights are in the plain form again."""
-    found: dict[str, Tensor | None] = {
+    tensors: dict[str, Tensor | None] = {
         name: getattr(layer, name).data[expert : expert + 1]
         for name in parameter_specs(layer.sizes)
     }
     for which in WEIGHTS:
         names = form_names(which)
-        stored = tuple(map(found.get, names))
-        found.update(zip(names, converted(stored, layer.sizes.plain.scheme, PLAIN), strict=True))
-    return {name: x[0] for name, x in found.items() if x is not None}
+        stored = tuple(map(tensors.get, names))
+        tensors.update(zip(names, converted(stored, layer.sizes.plain.scheme, PLAIN), strict=True))
+    return {name: x[0] for name, x in tensors.items() if x is not None}
 
 
 def _canonical(

@@ -41,16 +41,16 @@ class SchemeState(ExpertLayer):
     def get_extra_state(self) -> Tensor:
         """Return the scheme of the plain parameters as a uint8 tensor on the CPU."""
         scheme = self.sizes.plain.scheme
-        said: dict[str, Any] = {
+        entries: dict[str, Any] = {
             "scheme": scheme.key,
             "weight": scheme.weight and scheme.weight.key,
             "interleaved": self.sizes.interleaved,
         }
         forms = {*forms_of(self).values()} - {PLAIN}
         if forms:  # of one weight, or of both
-            said["form"] = min(forms)
-        said |= RankPart.of(self).entries()
-        entry = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
+            entries["form"] = min(forms)
+        entries |= RankPart.of(self).entries()
+        entry = torch.tensor(list(json.dumps(entries).encode()), dtype=torch.uint8, device="cpu")
         return entry.as_subclass(RankState) if self.is_spread else entry
 
     def set_extra_state(self, state: Any) -> None:
@@ -224,18 +224,18 @@ def stored_as(state: Any) -> StoredAs:
         got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
         raise ValueError(f"{rule}, got {got}")
     try:
-        said = json.loads(bytes(state.flatten().tolist()))
-        name, weight, interleaved = (said[key] for key in ("scheme", "weight", "interleaved"))
-        form = said.get("form", PLAIN)
+        entries = json.loads(bytes(state.flatten().tolist()))
+        name, weight, interleaved = (entries[key] for key in ("scheme", "weight", "interleaved"))
+        form = entries.get("form", PLAIN)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{rule}, got {error!r}") from None
     kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)), (form, (str,)))
     if not all(isinstance(value, kind) for value, kind in kinds):
-        raise ValueError(f"{rule}, got {said}")
+        raise ValueError(f"{rule}, got {entries}")
     if form not in FORMS:
         raise ValueError(f"{rule}, whose form is one of {list(FORMS)}, got {form!r}")
     try:
-        rank = RankPart.parse(said)
+        rank = RankPart.parse(entries)
     except ValueError as error:
         raise ValueError(f"{rule}, got {error}") from None
     return StoredAs(name, weight, interleaved, rank, form)

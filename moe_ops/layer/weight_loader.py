@@ -251,8 +251,8 @@ class WeightLoading(LoadSteps, PacksWeights):
     def _logical_expert(self, expert_id: int) -> int:
         """Return the logical expert that a physical one holds at first."""
         checks.integer("expert_id", expert_id)
-        known = 0 <= expert_id < len(self.placement.row)
-        if not known:
+        is_logical = 0 <= expert_id < len(self.placement.row)
+        if not is_logical:
             raise ValueError(
                 f"expert_id must be in 0..{len(self.placement.row) - 1}, got {expert_id}"
             )

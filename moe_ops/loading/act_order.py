@@ -94,11 +94,11 @@ class ActOrder:
         if all(order is None for order in wanted.values()):
             return None
         plain = torch.arange(hidden_size, dtype=torch.int32, device=device)
-        found = plain.repeat(sum(map(len, rows.values())), 1)
+        orders = plain.repeat(sum(map(len, rows.values())), 1)
         for expert, order in wanted.items():
             if order is not None:
-                found[rows[expert], : len(order)] = order.int().to(device)
-        return found[:1].clone() if bool((found == found[:1]).all()) else found
+                orders[rows[expert], : len(order)] = order.int().to(device)
+        return orders[:1].clone() if bool((orders == orders[:1]).all()) else orders
 
     def _input(self, expert: int, *, is_gated: bool) -> Tensor | None:
         gate = self.columns.get((expert, "w1"))

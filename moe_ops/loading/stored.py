@@ -115,11 +115,11 @@ def within(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast ``x`` if ``dtype`` has a smaller range; ValueError if a number becomes infinite."""
     if torch.finfo(x.dtype).max <= torch.finfo(dtype).max:
         return x
-    found = x.to(dtype)
-    lost = int((found.isinf() & x.isfinite()).sum())
+    converted = x.to(dtype)
+    lost = int((converted.isinf() & x.isfinite()).sum())
     if lost:
         raise ValueError(f"numbers must be finite in {dtype}, got {lost} that are not")
-    return found
+    return converted
 
 
 def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:

@@ -45,8 +45,8 @@ def _products(x: Tensor, rows: Tensor, row_of_slot: Tensor) -> Tensor:
     """``<x[t], rows[row_of_slot[t, j]]>``; 0 for slots without a row."""
     at = row_of_slot.clamp(min=0).flatten()
     of_slots = rows.flatten(0, 1).index_select(0, at)
-    known = row_of_slot.clamp(max=0)  # 0: the slot has a row
-    return ops.slot_products(x, of_slots, known, None, 1, False)
+    ids = row_of_slot.clamp(max=0)  # 0: the slot has a row
+    return ops.slot_products(x, of_slots, ids, None, 1, False)
 
 
 class _Dispatch(Function):

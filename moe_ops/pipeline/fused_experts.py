@@ -188,7 +188,7 @@ def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
 def _experts(
     plan: Tensor | None,
     hidden_states: Tensor,
-    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     routing: Routing,
     *,
     activation: MoEActivation | Activation | str,
@@ -198,12 +198,12 @@ def _experts(
     lora: ExpertLora | None = None,
     summed: bool = True,
 ) -> Tensor:
-    """`fused_experts` with an optional tile plan; ``given``: both weights, and both biases.
+    """`fused_experts` with an optional tile plan; ``weights``: both weights, and both biases.
 
     ``flags``: ``apply_router_weight_on_input`` and ``batch_invariant``. ``summed=False`` returns
     the slots' rows: see `expert_rows`.
     """
-    scheme, (w1, w2, *biases) = config.scheme, given
+    scheme, (w1, w2, *biases) = config.scheme, weights
     kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
     autocasts = kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device)
     if autocasts:

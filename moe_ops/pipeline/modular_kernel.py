@@ -228,9 +228,9 @@ class FusedMoEKernel:
         num_tokens, size = call.topk_ids.shape[0], self.chunk_size
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
-            given = [prepared]
+            sent = [prepared]
             del prepared  # `_experts` holds the only reference: rows are freed after the first GEMM
-            return call, self._refused(self._experts(plain, given, recorded), inputs, reason)
+            return call, self._refused(self._experts(plain, sent, recorded), inputs, reason)
         weighted = self._weighted_by_prepare(call, recorded)
         rows_per_token = call.topk_ids.shape[1] if weighted else 1
         quant = self.fused_experts.quant_config.scheme.activation
@@ -270,9 +270,9 @@ class FusedMoEKernel:
             return False
         return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
 
-    def _experts(self, call: Call, given: list[PrepareResult], recorded: bool) -> Tensor:
-        """Run the experts; ``given`` holds the only reference to the rows, so they can be freed."""
-        a1q, scale, meta, _, _ = given.pop()
+    def _experts(self, call: Call, sent: list[PrepareResult], recorded: bool) -> Tensor:
+        """Run the experts; ``sent`` holds the only reference to the rows, so they can be freed."""
+        a1q, scale, meta, _, _ = sent.pop()
         rows = [scale, a1q]
         del a1q, scale
         batched = self.fused_experts.activation_format() is FusedMoEActivationFormat.BatchedExperts
@@ -324,8 +324,8 @@ class FusedMoEKernel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         shared = None
         if shared_experts is not None:
-            given = call.shared_experts_input
-            shared = shared_experts(call.hidden_states if given is None else given)
+            shared_input = call.shared_experts_input
+            shared = shared_experts(call.hidden_states if shared_input is None else shared_input)
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()

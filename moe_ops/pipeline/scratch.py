@@ -10,31 +10,33 @@ from moe_ops.dispatch.operands import SETTINGS, operands_of
 from moe_ops.dispatch.problem import GemmProblem, problem_of
 
 
-def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -> tuple[int, ...]:
+def scratch_sizes(
+    func: Any, operands: tuple[Any, ...], out: Any, device: Device
+) -> tuple[int, ...]:
     """Bytes of each tensor that an operator allocates besides ``out``; empty for most operators.
 
     Args:
         func: any operator.
-        given: its positional arguments.
+        operands: its positional arguments.
         out: its result.
         device: the GPU on which it would run.
     """
-    problem = problem_of_call(func, given, out)
+    problem = problem_of_call(func, operands, out)
     if problem is None or problem.sizes.num_slots == 0:
         return ()
     return tuple(buffer.nbytes for buffer in plan_gemm(problem, device).scratch)
 
 
-def problem_of_call(func: Any, given: tuple[Any, ...], out: Any) -> GemmProblem | None:
+def problem_of_call(func: Any, operands: tuple[Any, ...], out: Any) -> GemmProblem | None:
     """The problem that an operator's launcher plans; None if the operator is not an expert GEMM.
 
     Args:
         func: any operator.
-        given: its positional arguments.
+        operands: its positional arguments.
         out: its result; None if the operator writes to an argument, which has the dtype of ``a``.
     """
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "moe_ops" or name not in SETTINGS:
         return None
-    named = dict(zip((x.name for x in func._schema.arguments), given, strict=False))
+    named = dict(zip((x.name for x in func._schema.arguments), operands, strict=False))
     return problem_of(operands_of(name, named, (named["a"] if out is None else out).dtype))

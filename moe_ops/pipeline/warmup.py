@@ -174,14 +174,14 @@ def run_variants(
     run: Callable[[int], Any], num_tokens: int | Iterable[int], variants: Variants
 ) -> list[int]:
     """Call ``run`` with the token counts that differ in a kernel, and wait for the device."""
-    given = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
-    for count in given:
+    counts = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
+    for count in counts:
         checks.at_least(0, num_tokens=count)
     if isinstance(num_tokens, int):
         chosen = first_counts(variants.of, num_tokens)
     else:
         chosen = {}
-        for tokens in given:
+        for tokens in counts:
             chosen.setdefault(variants.of(tokens), tokens)
     for tokens in chosen.values():
         run(tokens)

@@ -67,8 +67,8 @@ class Peaks:
     def _note(self, gemm: int, rows: Tensor, counted: Tensor) -> None:
         if rows.numel():
             magnitudes = torch.where(counted[:, None], rows.abs(), 0)
-            found, known = magnitudes.amax().float(), self._seen[gemm]
-            self._seen[gemm] = found if known is None else torch.maximum(found, known)
+            peak, highest = magnitudes.amax().float(), self._seen[gemm]
+            self._seen[gemm] = peak if highest is None else torch.maximum(peak, highest)
 
     def input_scales(self, name: str, scheme: Scheme) -> tuple[float, float]:
         """Return the scales that map the peaks to the largest numbers of the scheme.

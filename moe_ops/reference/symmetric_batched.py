@@ -71,10 +71,10 @@ def _placed(ids: Tensor, placement: Tensor, ranks: int, experts: int) -> tuple[T
 
     Ids and placement may be anything: what leads out of the ranks or their experts has no expert.
     """
-    known = (ids >= 0) & (ids < placement.shape[1])
-    home, expert = placement.long()[:, torch.where(known, ids, 0).long()]
-    known &= (home >= 0) & (home < ranks) & (expert >= 0) & (expert < experts)
-    return torch.where(known, home, -1), torch.where(known, expert, 0)
+    valid = (ids >= 0) & (ids < placement.shape[1])
+    home, expert = placement.long()[:, torch.where(valid, ids, 0).long()]
+    valid &= (home >= 0) & (home < ranks) & (expert >= 0) & (expert < experts)
+    return torch.where(valid, home, -1), torch.where(valid, expert, 0)
 
 
 def _places(ids: Tensor) -> Tensor:

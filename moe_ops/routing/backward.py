@@ -119,7 +119,7 @@ class _Sparsemixer(Function):
         """
         gating_output, ids = saved
         logits = gating_output.float()
-        left, found = logits.isfinite(), torch.zeros_like(logits, dtype=torch.float64)
+        left, gradient = logits.isfinite(), torch.zeros_like(logits, dtype=torch.float64)
         for j in range(2):
             chosen = ids[:, j : j + 1].long()
             peak = logits.gather(1, chosen)
@@ -128,9 +128,9 @@ class _Sparsemixer(Function):
             share = torch.where(kept, (logits.double() - peak.double()).exp(), 0.0)
             share = share / share.sum(1, keepdim=True).clamp(min=1)  # the chosen one's was 1
             slope = share.gather(1, chosen) * grad[:, j : j + 1].double()
-            found = found.scatter_add(1, chosen, slope) - slope * share
+            gradient = gradient.scatter_add(1, chosen, slope) - slope * share
             left = left.scatter(1, chosen, value=False)
-        return found.to(gating_output.dtype), None
+        return gradient.to(gating_output.dtype), None
 
 
 def differentiable_adjustment(
@@ -202,9 +202,9 @@ class _ZeroExperts(Function):
         """Remove identity experts; the arguments are kept."""
         ctx.num_experts = num_experts
         ctx.save_for_backward(x, weights, ids)
-        given, left, result = ops.zero_experts(x, weights, ids, num_experts, skipped_id)
+        kept, left, result = ops.zero_experts(x, weights, ids, num_experts, skipped_id)
         ctx.mark_non_differentiable(left)
-        return given, left, result
+        return kept, left, result
 
     @staticmethod
     @once("zero_experts")

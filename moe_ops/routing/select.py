@@ -262,14 +262,14 @@ def _custom(
     top_k: int,
     renormalize: bool,
     routed_scaling_factor: float,
-    **given: Tensor,
+    **options: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The checked result of the caller's function, with weights in float32 and scaled."""
     if not callable(function):
         name = type(function).__name__
         raise TypeError(f"custom_routing_function must be callable, got {name}")
     checks.number("routed_scaling_factor", routed_scaling_factor)
-    weights, ids = function(hidden_states, router_logits, top_k, renormalize, **given)
+    weights, ids = function(hidden_states, router_logits, top_k, renormalize, **options)
     checks.topk_pair(weights, ids)
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
     checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)

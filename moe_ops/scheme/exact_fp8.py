@@ -227,8 +227,8 @@ def _fp8_bytes(device: torch.device) -> Tensor:
 def _codes(device: torch.device) -> Tensor:
     """The e2m1 codes of e4m3 bytes, ``(BINADES, 256)``, by exponent; `NO_CODE` if there is none."""
     codes = torch.arange(16, dtype=torch.uint8, device=device)
-    found = torch.full((BINADES, 256), NO_CODE, dtype=torch.uint8, device=device)
-    return found.scatter_(1, _scaled(codes, device).long(), codes.expand(BINADES, -1))
+    table = torch.full((BINADES, 256), NO_CODE, dtype=torch.uint8, device=device)
+    return table.scatter_(1, _scaled(codes, device).long(), codes.expand(BINADES, -1))
 
 
 def _scaled(codes: Tensor, device: torch.device) -> Tensor:

@@ -109,8 +109,8 @@ def _key(activation: Quant | None, weight: Quant | None) -> str:
         f"int4_w4a8_g{cols}",
         *(f"{element}{a}_block{size}{s}" for a in ("", "_w8a16") for s in ("", "_ue8m0")),
     )
-    known = ((name, _of_family(name)) for name in names)
-    return next((name for name, quants in known if quants and _composite(*quants) == text), text)
+    families = ((name, _of_family(name)) for name in names)
+    return next((name for name, quants in families if quants and _composite(*quants) == text), text)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -214,8 +214,8 @@ class MoeOpsExperts(MoeOpsExpertsBase):
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         config = moe_parallel_config
-        known = config.use_ag_rs_all2all_kernels or config.use_deepep_ht_kernels
-        return not config.use_passthrough_all2all and (known or not config.use_all2all_kernels)
+        gathers = config.use_ag_rs_all2all_kernels or config.use_deepep_ht_kernels
+        return not config.use_passthrough_all2all and (gathers or not config.use_all2all_kernels)
 
     def workspace_shapes(
         self,
@@ -279,8 +279,8 @@ class BatchedMoeOpsExperts(MoeOpsExpertsBase):
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         config = moe_parallel_config
-        known = config.use_batched_activation_format or not config.use_all2all_kernels
-        return not config.use_passthrough_all2all and known
+        is_batched = config.use_batched_activation_format or not config.use_all2all_kernels
+        return not config.use_passthrough_all2all and is_batched
 
     def workspace_shapes(
         self,

@@ -103,13 +103,13 @@ def _choose_by_logits(
 
 
 @triton.jit
-def _near_softmax(picked, known, total):
+def _near_softmax(picked, real, total):
     """float32 scores from a sum accurate to 2**-39, and which of them are surely rounded right.
 
     Those are larger than 2**-100, so that logits that differ by more than 2**-20 have scores that
     differ.
     """
-    score = tl.where(known, exp64(picked.to(tl.float64)) / total, 0.0)
+    score = tl.where(real, exp64(picked.to(tl.float64)) / total, 0.0)
     above, below = (score * (1 + 2.0**-38)).to(tl.float32), (score * (1 - 2.0**-38)).to(tl.float32)
     return above, (above == below) & (above > 2.0**-100) & (tl.abs(picked) <= 256.0)
 
@@ -176,7 +176,7 @@ def one_a_thread(x):
 
 @triton.jit
 def _best_of(
-    rows, bias, expert, known,
+    rows, bias, expert, real,
     TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr,
 ):  # fmt: skip
     """The exact path: the top-k by the scores of all experts, and the scores of the chosen."""
@@ -187,7 +187,7 @@ def _best_of(
     ids = one_a_thread(best_positions(key, TOPK, expert.shape[1], SLOTS))
     if SCORING == "softmax":
         peak, inverse = peak[:, None], inverse[:, None]
-    return ids, chosen_weights(rows[:, None], ids, known, peak, inverse, SCORING)
+    return ids, chosen_weights(rows[:, None], ids, real, peak, inverse, SCORING)
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def route_tokens(
     expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
     rows = gating_output + tl.minimum(token, num_tokens - 1) * stride_row
     mask = slot < tl.where(token < num_tokens, TOPK, 0)
-    known, at = one_a_thread(mask), one_a_thread(token * TOPK + slot)
+    real, at = one_a_thread(mask), one_a_thread(token * TOPK + slot)
     place = one_a_thread(tl.zeros((TOKENS, 1), dtype=tl.int32) + slot)
     near, peak, inverse = rows[:, None], 0.0, 0.0
     if BY_LOGITS:
@@ -230,18 +230,18 @@ def route_tokens(
         )
         if SCORING == "softmax":
             peak, inverse = peak[:, None], inverse[:, None]
-    picked = tl.load(near + ids, mask=known, other=0.0).to(tl.float32)
+    picked = tl.load(near + ids, mask=real, other=0.0).to(tl.float32)
     if BY_LOGITS:
-        weights, sure = _near_softmax(picked, known, total)
+        weights, sure = _near_softmax(picked, real, total)
         sure = sure & (picked - bound > 2.0**-20)
         rank = weights
     else:
-        weights = scores(picked, known & is_finite(picked), peak, inverse, SCORING)
-        rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
+        weights = scores(picked, real & is_finite(picked), peak, inverse, SCORING)
+        rank = tl.where(real, biased(weights, bias, ids, real), float("-inf"))
     if NEAR:
         sure = exceeds(rank, bound, SCORING, 1)
-    sure = tl.where(known, (sure & in_falling_order(rank, ids)).to(tl.int32), 1)
+    sure = tl.where(real, (sure & in_falling_order(rank, ids)).to(tl.int32), 1)
     if tl.min(sure) == 0:
-        ids, weights = _best_of(rows, bias, expert, known, TOPK, NUM_EXPERTS, SLOTS, SCORING)
-    store_routing(topk_weights, topk_ids, at, known, weights, ids, RENORMALIZE, SCALE)
-    return tl.max(tl.where(known, ids, -1), 1)
+        ids, weights = _best_of(rows, bias, expert, real, TOPK, NUM_EXPERTS, SLOTS, SCORING)
+    store_routing(topk_weights, topk_ids, at, real, weights, ids, RENORMALIZE, SCALE)
+    return tl.max(tl.where(real, ids, -1), 1)

@@ -162,18 +162,18 @@ def _route_nearly(
     """Route TOKENS tokens by approximate scores; return 0 and write nothing if these are unsure."""
     token, slot = first_token + tl.arange(0, TOKENS)[:, None], tl.arange(0, SLOTS)[None, :]
     rows = gating_output + tl.minimum(token, num_tokens - 1) * stride_row
-    known = one_a_thread(slot < tl.where(token < num_tokens, TOPK, 0))
+    real = one_a_thread(slot < tl.where(token < num_tokens, TOPK, 0))
     place = one_a_thread(tl.zeros((TOKENS, 1), dtype=tl.int32) + slot)
     ids, bound, groups_sure = _choose_nearly(
         rows, bias, place, TOPK, SCORING, NUM_GROUPS, GROUP_SIZE, TOPK_GROUP, BEST, GROUPS, WIDTH
     )
-    picked = tl.load(rows[:, None] + ids, mask=known, other=0.0).to(tl.float32)
-    weights = scores(picked, known & is_finite(picked), 0.0, 0.0, SCORING)
-    rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
+    picked = tl.load(rows[:, None] + ids, mask=real, other=0.0).to(tl.float32)
+    weights = scores(picked, real & is_finite(picked), 0.0, 0.0, SCORING)
+    rank = tl.where(real, biased(weights, bias, ids, real), float("-inf"))
     sure = exceeds(rank, bound, SCORING, 1) & in_falling_order(rank, ids)
-    sure = tl.min(tl.where(known, sure.to(tl.int32), 1)) & tl.min(groups_sure.to(tl.int32))
+    sure = tl.min(tl.where(real, sure.to(tl.int32), 1)) & tl.min(groups_sure.to(tl.int32))
     at = one_a_thread(token * TOPK + slot)
-    store_routing(topk_weights, topk_ids, at, known & (sure > 0), weights, ids, RENORMALIZE, SCALE)
+    store_routing(topk_weights, topk_ids, at, real & (sure > 0), weights, ids, RENORMALIZE, SCALE)
     return sure
 
 

@@ -124,7 +124,7 @@ def largest(packed, slot, TOPK: tl.constexpr):
     for j in tl.range(TOPK, loop_unroll_factor=_unrolled(TOPK)):
         most = _most(packed, addend)
         best = most - addend
-        found = best[None, :] if len(slot.shape) == 2 else best[:, None, None]
-        chosen = tl.where(slot == j, found, chosen)
+        winner = best[None, :] if len(slot.shape) == 2 else best[:, None, None]
+        chosen = tl.where(slot == j, winner, chosen)
         addend = (-0x80000000 + addend) - most
     return chosen, best, _most(packed, addend) - addend

@@ -273,7 +273,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             if self.in_flight > 1:
                 raise NotImplementedError("in_flight must be 1 where calls are compiled")
             return windows[0]
-        free = [found for found in windows if found.in_flight() is None]
+        free = [window for window in windows if window.in_flight() is None]
         if not free:
             raise RuntimeError(
                 f"in_flight must be at least the number of calls that are prepared and not "

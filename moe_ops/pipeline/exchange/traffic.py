@@ -148,12 +148,12 @@ def traffic_of(
         "symmetric": own * exact,
     }
     there, back = row_bytes(config, quant)
-    found = []
+    traffic = []
     for backend, way in WAYS.items():
         if not parallel.use_ep and backend not in GATHERING_BACKENDS:
             continue
         sent = copies[backend]
-        found.append(
+        traffic.append(
             Traffic(
                 backend=backend,
                 num_tokens=num_tokens,
@@ -164,7 +164,7 @@ def traffic_of(
                 capacity_factor=factor if backend == "fixed_capacity" else None,
             )
         )
-    return tuple(found)
+    return tuple(traffic)
 
 
 def row_bytes(config: FusedMoEConfig, quant: Quant | None) -> tuple[int, int]:
