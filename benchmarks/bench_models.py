@@ -104,8 +104,9 @@ class Part(NamedTuple):
     def row(self, case: tuple[str, int, str], **facts: Any) -> ModelRow:
         """The row of a case."""
         phase, m, mode = case
-        key = (self.model, self.layers, phase, m, self.scheme, self.impl.name, mode)
-        return ModelRow(*key, **facts)
+        return ModelRow(
+            self.model, self.layers, phase, m, self.scheme, self.impl.name, mode, **facts
+        )
 
 
 def planned(args: argparse.Namespace, measured: set[tuple[Any, ...]]) -> Iterator[Part]:

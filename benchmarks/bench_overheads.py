@@ -78,8 +78,9 @@ class Case(NamedTuple):
         """The record row of a number measured for an implementation."""
         name, tokens = self.experts.scheme.name, len(self.inputs.x)
         scheme = "bf16" if name == "unquantized" else name
-        key = (scheme, self.problem.name, tokens, impl, self.routing, measure)
-        return Overhead(*key, value, **rest)
+        return Overhead(
+            scheme, self.problem.name, tokens, impl, self.routing, measure, value, **rest
+        )
 
 
 def host_time(case: Case, impl: str, call: Call) -> Overhead:

@@ -343,12 +343,15 @@ def rows_of(case: Case, impl: str, modes: Sequence[str]) -> Iterator[TrainingRow
     config: dict[str, Any] = {"active_experts": case.inputs.num_active, "flops": case.flops}
     if case.factors:
         config["rank"] = case.factors["a1"].shape[2]
-    key = (case.scheme, case.problem.name, len(case.inputs.x), impl, case.routing)
     for mode in modes:
         timing = measure(call, device, captured=mode == "captured")
         errors = errors_of(case, timing.output)
         yield TrainingRow(
-            *key,
+            case.scheme,
+            case.problem.name,
+            len(case.inputs.x),
+            impl,
+            case.routing,
             *timing[:4],
             rel_err=max(errors.values()),
             floor_us=floor_us(case.nbytes, case.flops),

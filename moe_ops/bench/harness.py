@@ -264,8 +264,7 @@ def _commit() -> str:
     """The git commit of a checkout, or the version of an installed package."""
     if not (CHECKOUT / ".git").exists():
         return f"moe_ops {moe_ops.__version__}"
-    describe = ("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*")
-    return _output_of(*describe)
+    return _output_of("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*")
 
 
 def _command() -> str:

@@ -67,13 +67,14 @@ def moe_ops_layer(experts: Experts, inputs: Inputs) -> Call:
 
 def plain_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
     """This library, with weights as they are given."""
-    arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
     keywords = {
         "activation": experts.activation,
         "quant_config": experts.quant_config,
         "batch_invariant": batch_invariant,
     }
-    return lambda: moe_ops.fused_experts(*arguments, **keywords)
+    return lambda: moe_ops.fused_experts(
+        inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids, **keywords
+    )
 
 
 INVARIANT = "moe_ops-invariant"

@@ -84,8 +84,14 @@ class Problem:
             "routing_method": moe_ops.RoutingMethodType.Renormalize,
             "is_act_and_mul": kind_and_key(activation)[0].is_gated,
         }
-        sizes = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
-        return moe_ops.FusedMoEConfig(*sizes, device=device, **{**defaults, **changes})
+        return moe_ops.FusedMoEConfig(
+            self.num_experts,
+            self.top_k,
+            self.hidden_size,
+            self.intermediate_size,
+            device=device,
+            **{**defaults, **changes},
+        )
 
 
 TINY = Problem("tiny", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32, timed=False)

@@ -271,8 +271,11 @@ def _exchange_times(
     if not isinstance(part, pipeline.SymmetricPrepareAndFinalize):
         return send, chain(lambda: part.send_back(sums, ids)())
     (windows,) = part.connect(rank.device)
-    where = (part.expert_ranks, windows.peers, windows.state, ids.shape[1])
-    return send, chain(lambda: ops.symmetric_return(sums, *where))
+    return send, chain(
+        lambda: ops.symmetric_return(
+            sums, part.expert_ranks, windows.peers, windows.state, ids.shape[1]
+        )
+    )
 
 
 def _time(call: Callable[[], Any], rank: Rank) -> list[float]:

@@ -76,8 +76,9 @@ def triton(experts: Experts, inputs: Inputs) -> Call:
     """The Triton ``fused_experts`` of vLLM."""
     run = import_module(f"{LAYERS}.fused_moe").fused_experts
     options = {} if experts.stored is None else {"quant_config": quant_config(experts)}
-    arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
-    return lambda: run(*arguments, **options)
+    return lambda: run(
+        inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids, **options
+    )
 
 
 def quant_config(experts: Experts, **changes: Any) -> Any:

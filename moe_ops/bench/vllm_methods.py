@@ -171,5 +171,6 @@ def call_of(method: Any, layer: nn.Module, inputs: Inputs) -> Call:
         "activation": config.activation, "global_num_experts": config.num_experts,
         "expert_map": None, "apply_router_weight_on_input": False,
     }  # fmt: skip
-    operands = (layer.w13_weight, layer.w2_weight, inputs.topk_weights, inputs.topk_ids)
-    return lambda: method.moe_kernel.apply(inputs.x, *operands, **options)
+    return lambda: method.moe_kernel.apply(
+        inputs.x, layer.w13_weight, layer.w2_weight, inputs.topk_weights, inputs.topk_ids, **options
+    )

@@ -130,8 +130,7 @@ def static_experts(
     topk_weights, topk_ids, expert_map = routing
     scheme, num_experts, dtype = config.scheme, w1.shape[0], hidden_states.dtype
     kind = MoEActivation.SILU if w1.shape[1] == 2 * w2.shape[2] else MoEActivation.SILU_NO_MUL
-    experts = (hidden_states, w1, w2, None, None, kind, scheme, *config.tensors)
-    check_layer(*routing, -1, *experts)
+    check_layer(*routing, -1, hidden_states, w1, w2, None, None, kind, scheme, *config.tensors)
     tokens, k = topk_ids.shape
     expert = topk_ids.flatten().clamp(0, num_experts - 1)  # rows of sentinels are not read
     space = SlotRows.of(routing, num_experts, scheme, dtype)

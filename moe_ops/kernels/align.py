@@ -171,8 +171,9 @@ def moe_align_block_size(
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch one kernel for few slots (a program per expert), two for many (one per block)."""
-    how = (block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
-    plan = empty_plan(topk_ids, expert_map, *how)
+    plan = empty_plan(
+        topk_ids, expert_map, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
+    )
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
     sizes = plan[0].shape[0], plan[1].shape[0]
     _align_slots(plan, sizes, topk_ids, bucket_map, names, block_size, num_experts)
@@ -188,8 +189,7 @@ def plan_slots(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Make a plan in one tensor; launch nothing if slots are so few that no GEMM reads a plan."""
-    layer = (num_experts, scheme, dtype, batch_invariant)
-    plan = empty_plan_slots(topk_ids, expert_map, *layer)
+    plan = empty_plan_slots(topk_ids, expert_map, num_experts, scheme, dtype, batch_invariant)
     if not is_direct(topk_ids.numel(), num_experts):
         rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
         _write_plan(plan, topk_ids, expert_map, num_experts, rule)

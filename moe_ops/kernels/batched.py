@@ -74,8 +74,7 @@ def batched_rows(
 ) -> Tensor:
     """One launch for few slots; for many one that counts and one that places."""
     rows = empty_places(topk_ids, first_expert, num_local_experts, max_num_tokens)
-    out = (None, rows, None, None)
-    _find_places(topk_ids, first_expert, num_local_experts, max_num_tokens, *out)
+    _find_places(topk_ids, first_expert, num_local_experts, max_num_tokens, None, rows, None, None)
     return rows
 
 
@@ -129,11 +128,14 @@ def batched_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the places, then copy or quantize."""
     check_room(x, max_num_tokens, drops)
-    places = (topk_ids, first_expert, num_local_experts, max_num_tokens)
-    result = empty_dispatched(x, scale, topk_weights, *places, quant)
+    result = empty_dispatched(
+        x, scale, topk_weights, topk_ids, first_expert, num_local_experts, max_num_tokens, quant
+    )
     out, row_scale, counts, num_dropped = result
     slots = topk_ids.new_empty(num_local_experts * max_num_tokens, dtype=torch.int32)
-    _find_places(*places, slots, None, counts, num_dropped)
+    _find_places(
+        topk_ids, first_expert, num_local_experts, max_num_tokens, slots, None, counts, num_dropped
+    )
     rows = Rows(
         x,
         unpacked(out, quant),

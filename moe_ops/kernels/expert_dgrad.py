@@ -113,8 +113,9 @@ def expert_dgrad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Unpack the weight if it is packed; then launch a program for each tile of the plan."""
-    how = (tiles, top_k, scheme, batch_invariant)
-    out = empty_rows(a, w, w_scale, w_zero_point, w_global_scale, *how)
+    out = empty_rows(
+        a, w, w_scale, w_zero_point, w_global_scale, tiles, top_k, scheme, batch_invariant
+    )
     (num_slots, k), (num_experts, n, _) = out.shape, w.shape
     if num_slots == 0:
         return out

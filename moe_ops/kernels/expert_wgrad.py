@@ -173,8 +173,7 @@ def expert_wgrad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Launch one program for each tile of each expert's gradient."""
-    how = (scheme, out_dtype, batch_invariant)
-    out = empty_weights(dy, x, topk_weights, tiles, num_experts, *how)
+    out = empty_weights(dy, x, topk_weights, tiles, num_experts, scheme, out_dtype, batch_invariant)
     num_slots, tile = _slots_and_tile(dy, tiles, num_experts, scheme, batch_invariant)
     if num_slots == 0:
         return out.zero_()
@@ -229,9 +228,8 @@ def expert_bias_grad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Launch one program for each piece of each expert's gradient."""
-    how = (scheme, batch_invariant)
-    out = empty_biases(dy, topk_weights, tiles, num_experts, *how)
-    num_slots, tile = _slots_and_tile(dy, tiles, num_experts, *how)
+    out = empty_biases(dy, topk_weights, tiles, num_experts, scheme, batch_invariant)
+    num_slots, tile = _slots_and_tile(dy, tiles, num_experts, scheme, batch_invariant)
     if num_slots == 0:
         return out.zero_()
     n = dy.shape[1]

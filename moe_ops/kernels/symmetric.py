@@ -273,8 +273,19 @@ def symmetric_send(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch; the results are views of this rank's window."""
-    check = (x, scale, topk_weights, topk_ids, expert_ranks, peers, state)
-    check_sent(*check, rows_per_rank, num_experts, on_input, quant)
+    check_sent(
+        x,
+        scale,
+        topk_weights,
+        topk_ids,
+        expert_ranks,
+        peers,
+        state,
+        rows_per_rank,
+        num_experts,
+        on_input,
+        quant,
+    )
     windows = windows_of(peers)
     arrived = windows.arrived(x, scale, topk_ids.shape[1], rows_per_rank, quant)
     rule = parse_quant(quant) if quant else None
@@ -321,6 +332,15 @@ def symmetric_return(
     kernel = _return_launch(windows.rank, layout.ranks, layout.parts, top_k, width)
     num_experts = 0 if expert_ranks is None else expert_ranks.shape[0]
     sums, placement = sums.contiguous(), dense(expert_ranks)
-    arguments = (sums, placement, peers, state, out, rows, num_experts)
-    kernel((2 * programs_of(rows),), *arguments, windows.timeout_ns)
+    kernel(
+        (2 * programs_of(rows),),
+        sums,
+        placement,
+        peers,
+        state,
+        out,
+        rows,
+        num_experts,
+        windows.timeout_ns,
+    )
     return out

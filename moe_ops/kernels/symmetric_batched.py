@@ -249,8 +249,19 @@ def symmetric_send_batched(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One launch; rows, scales and weights are views of this rank's window."""
-    given = (x, scale, topk_weights, topk_ids, placement, held, peers, state)
-    out = empty_sent(*given, rows_per_rank, on_input, quant)
+    out = empty_sent(
+        x,
+        scale,
+        topk_weights,
+        topk_ids,
+        placement,
+        held,
+        peers,
+        state,
+        rows_per_rank,
+        on_input,
+        quant,
+    )
     windows = windows_of(peers)
     rows, row_scale, counts, dropped, local_ids, _ = out
     there = windows.arrived_batched(rows, row_scale, topk_ids.shape[1], quant)

@@ -63,8 +63,9 @@ def moe_fused_mul_sum_out(
     out: Tensor,
 ) -> None:
     """Launch one program for each piece of a token's row."""
-    arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
-    check_output(*arguments, out=out)
+    check_output(
+        inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts, out=out
+    )
     *slots, width = inputs.shape
     tokens, k = slots if topk_ids is None else topk_ids.shape
     if out.numel():
@@ -93,7 +94,10 @@ def moe_fused_mul_sum(
     num_local_experts: int,
 ) -> Tensor:
     """`moe_fused_mul_sum_out` into a new tensor."""
-    arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
-    out = empty_output(*arguments)
-    moe_fused_mul_sum_out(*arguments, out=out)
+    out = empty_output(
+        inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts
+    )
+    moe_fused_mul_sum_out(
+        inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts, out=out
+    )
     return out

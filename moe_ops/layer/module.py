@@ -212,9 +212,11 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         if len(shape) != 2:
             tokens = hidden_states.reshape(-1, shape[-1])
             logits = router_logits.reshape(-1, router_logits.shape[-1])
-        rows = (is_padding, input_ids, num_unpadded_tokens, topk_ids)
-        if not (rows[0] is None and rows[1] is None and rows[2] is None and rows[3] is None):
-            is_padding, input_ids, topk_ids = token_arguments(hidden_states, tokens, *rows)
+        plain = is_padding is None and input_ids is None
+        if not (plain and num_unpadded_tokens is None and topk_ids is None):
+            is_padding, input_ids, topk_ids = token_arguments(
+                hidden_states, tokens, is_padding, input_ids, num_unpadded_tokens, topk_ids
+            )
         if self.is_spread:
             self._check_ranks(tokens)
         if lora is not None:
@@ -415,9 +417,14 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             words = torch.zeros(tokens, dtype=torch.int64, device=w1.device) if hashed else None
             self.forward_impl(x, logits.to(router_logits_dtype or dtype), input_ids=words)
 
-        how = (self.scheme, dtype, self.activation, self.batch_invariant)
         with self.unobserved():
-            return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
+            return run_variants(
+                run,
+                num_tokens,
+                Variants(
+                    w1, w2, self.top_k, self.scheme, dtype, self.activation, self.batch_invariant
+                ),
+            )
 
 
 def _refuse_kernel_without_exchange(kernel: Any) -> None:

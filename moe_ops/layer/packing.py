@@ -199,10 +199,13 @@ def convert_for_device(layer: ExpertLayer) -> None:
     """
     if layer._kernel is not None:
         return
-    how, forms = (layer.scheme, layer.sizes.dtype), forms_of(layer)
+    forms = forms_of(layer)
     for which, form in forms.items():
         weight, invariant = getattr(layer, f"{which}_weight"), layer.batch_invariant
-        if form == PLAIN and reads_packed(weight, *how, batch_invariant=invariant):
+        reads = form == PLAIN and reads_packed(
+            weight, layer.scheme, layer.sizes.dtype, batch_invariant=invariant
+        )
+        if reads:
             forms[which] = PACKED
     moves = layer.enable_eplb and layer.placement.is_shared_out
     if gains_by_fp8(layer.w13_weight, layer.scheme) and not moves and are_exact(layer):

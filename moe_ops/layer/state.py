@@ -95,8 +95,9 @@ class SchemeState(ExpertLayer):
         elif prefix + "w13_weight" in state_dict:
             self.w13_input_order = None
         self.given_scales.clear()
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:
         """Replace tensors whose rows hold other experts than the layer's do now.

@@ -177,8 +177,9 @@ class WeightLoading(LoadSteps, PacksWeights):
         ):
             self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
         else:
-            part = (shard_dim, expert_data, shard_id, x, tp_rank)
-            self._load_model_weight_or_group_weight_scale(*part)
+            self._load_model_weight_or_group_weight_scale(
+                shard_dim, expert_data, shard_id, x, tp_rank
+            )
 
     def take_input_scale(
         self, spec: ParameterSpec, x: Tensor, shard_id: str, expert: int, rows: Iterable[int]
@@ -232,8 +233,7 @@ class WeightLoading(LoadSteps, PacksWeights):
             if method == "tensor":
                 self._load_per_tensor_weight_scale(shard_id, param, x, row)
             elif method == "channel":
-                arguments = (expert_data, shard_dim, shard_id, x, tp_rank)
-                self._load_per_channel_weight_scale(*arguments)
+                self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
             else:
                 full = bool(getattr(param, "load_full_w2", False))
                 self._load_model_weight_or_group_weight_scale(
@@ -242,8 +242,9 @@ class WeightLoading(LoadSteps, PacksWeights):
         elif "weight_shape" in name:
             self._load_single_value(param, x, row)
         elif "weight" in name:
-            part = (shard_dim, expert_data, shard_id, x, tp_rank)
-            self._load_model_weight_or_group_weight_scale(*part)
+            self._load_model_weight_or_group_weight_scale(
+                shard_dim, expert_data, shard_id, x, tp_rank
+            )
         else:
             return False
         return True

@@ -60,8 +60,9 @@ class _Dispatch(Function):
         drops: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Copy rows to their experts, times router weights if they are given."""
-        given = (x, None, topk_weights, topk_ids, *places, "", drops)
-        rows, _, counts, dropped = ops.batched_dispatch(*given)
+        rows, _, counts, dropped = ops.batched_dispatch(
+            x, None, topk_weights, topk_ids, *places, "", drops
+        )
         ctx.places = places
         weighted = topk_weights is not None and ctx.needs_input_grad[1]
         ctx.save_for_backward(x if weighted else None, topk_weights, topk_ids)

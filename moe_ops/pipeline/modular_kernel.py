@@ -195,7 +195,10 @@ class FusedMoEKernel:
         dtype = part.topk_indices_dtype()
         if dtype is not None and call.topk_ids.dtype != dtype:
             raise TypeError(f"topk_ids must have dtype {dtype}, got {call.topk_ids.dtype}")
-        arguments = (
+        is_async = part.supports_async()
+        start = part.prepare_async if is_async else part.prepare
+        ids = None if call.lora is None else call.lora.lora_ids
+        prepared = start(
             call.hidden_states,
             call.topk_weights,
             call.topk_ids,
@@ -204,13 +207,9 @@ class FusedMoEKernel:
             self._weighted_by_prepare(call, recorded),
             experts.quant_config,
             recorded or experts.expects_unquantized_inputs,
+            **({} if ids is None else {"lora_ids": ids}),
         )
-        ids = None if call.lora is None else call.lora.lora_ids
-        beside = {} if ids is None else {"lora_ids": ids}
-        if part.supports_async():
-            return Pending.of(part.prepare_async(*arguments, **beside))
-        prepared = part.prepare(*arguments, **beside)
-        return Pending(None, lambda: prepared)
+        return Pending.of(prepared) if is_async else Pending(None, lambda: prepared)
 
     def run_experts(self, call: Call, pending: Pending) -> tuple[Call, Tensor]:
         """Wait for prepare and run the experts on its result, in chunks if ``chunk_size`` is set.
@@ -280,10 +279,16 @@ class FusedMoEKernel:
         expert_map = None if batched else call.expert_map
         if recorded:
             routing = Routing(call.topk_weights, call.topk_ids, expert_map)
-            how = (call.activation, meta, call.apply_router_weight_on_input)
             beside = () if call.lora is None else (call.lora,)
             return experts.differentiable_apply(
-                rows.pop(), call.w1, call.w2, routing, *how, *beside
+                rows.pop(),
+                call.w1,
+                call.w2,
+                routing,
+                call.activation,
+                meta,
+                call.apply_router_weight_on_input,
+                *beside,
             )
         return experts.apply(
             rows.pop(), call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
@@ -295,18 +300,16 @@ class FusedMoEKernel:
         """Start finalize; returns a pending ``(T, H)``."""
         part: Any = self.prepare_finalize
         experts: Any = self.fused_experts
-        arguments = (
+        is_async = part.supports_async()
+        finalize = part.finalize_async if is_async else part.finalize
+        output = finalize(
             rows,
             call.topk_weights,
             call.topk_ids,
             call.apply_router_weight_on_input,
             experts.finalize_weight_and_reduce_impl(),
         )
-        if part.supports_async():
-            pending = Pending.of(part.finalize_async(*arguments))
-        else:
-            output = part.finalize(*arguments)
-            pending = Pending(None, lambda: output)
+        pending = Pending.of(output) if is_async else Pending(None, lambda: output)
         if part.num_dispatchers() == 1:
             return pending
         tokens = call.hidden_states.shape[0]  # prepare may have padded them

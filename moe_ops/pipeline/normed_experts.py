@@ -96,8 +96,9 @@ class _WeightedSum(Function):
         """Sum each token's rows, times router weights."""
         ctx.num_experts = num_experts
         ctx.save_for_backward(rows, topk_weights, topk_ids, expert_map)
-        slots = (topk_ids, expert_map, None, num_experts)
-        return ops.moe_fused_mul_sum(rows.contiguous(), topk_weights, *slots)
+        return ops.moe_fused_mul_sum(
+            rows.contiguous(), topk_weights, topk_ids, expert_map, None, num_experts
+        )
 
     @staticmethod
     @once("normed_experts")

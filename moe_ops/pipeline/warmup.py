@@ -81,9 +81,19 @@ def warmup(
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
         logits = torch.randn(tokens, num_experts, device=w1.device)
         logits = logits.to(router_logits_dtype or dtype)
-        how = (None, top_k, True, scoring_func, 1)
-        layer = (w1.shape[0], scheme.key, dtype, invariant)
-        ops.topk_plan(logits, *how, expert_map, *layer)
+        ops.topk_plan(
+            logits,
+            None,
+            top_k,
+            True,
+            scoring_func,
+            1,
+            expert_map,
+            w1.shape[0],
+            scheme.key,
+            dtype,
+            invariant,
+        )
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)

@@ -222,7 +222,7 @@ def _packed(stored: Tensor, quant: Quant) -> Tensor:
     bits, stored = quant.element.stored_bits, stored.view(torch.uint8)
     codes = unpack(stored, 1) if bits == 4 else stored
     n, k = codes.shape
-    axes = codes.reshape(n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
+    axes = codes.reshape((n // CHUNK, *_ROWS, k // CHUNK, *_COLS))
     ordered = axes.permute(_ORDER[bits]).reshape(n, k)
     words = (pack(ordered, 1) if bits == 4 else ordered).view(PACKED_DTYPE)
     return _spread_bits(words) if bits_spread(quant) else words

@@ -148,8 +148,9 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
 
         The reason is written to the log, unless it is the format, since vLLM asks both classes.
         """
-        config = (moe_config, weight_key, activation_key, activation_format)
-        supported, reason = mk.FusedMoEExperts.is_supported_config(cls, *config)
+        supported, reason = mk.FusedMoEExperts.is_supported_config(
+            cls, moe_config, weight_key, activation_key, activation_format
+        )
         if supported:
             reason = refusal(cls.EXPERTS, moe_config, scheme_of_keys(weight_key, activation_key))
         if reason is not None and activation_format == cls.activation_format():
@@ -185,12 +186,14 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         config = self.experts.quant_config
         if config.scheme.weight is None or config.scheme.activation is not None:
             return
-        how = (config.scheme, self.moe_config.in_dtype)
         invariant = self.experts.moe_config.batch_invariant
         tensors = {name: getattr(config, name) for name in TENSORS}
         for which, name in (("w13", "w1_scale"), ("w2", "w2_scale")):
             weight = getattr(layer, f"{which}_weight")
-            if is_packed(weight) or not reads_packed(weight, *how, batch_invariant=invariant):
+            reads = not is_packed(weight) and reads_packed(
+                weight, config.scheme, self.moe_config.in_dtype, batch_invariant=invariant
+            )
+            if not reads:
                 continue
             scale = tensors[name].data
             packed = pack_weight(QTensor(weight.data, scale), config.scheme)

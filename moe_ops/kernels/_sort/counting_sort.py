@@ -212,9 +212,12 @@ def count_blocks(
     sizes = block_sizes(num_slots, num_buckets)
     num_experts = map_size(expert_map, first_expert + num_buckets)
     grid = (max(1, cdiv(num_slots, sizes.block)),)
-    counted = (num_slots, first_expert, num_experts, num_buckets)
     if not sizes.few:
         table = topk_ids.new_empty(grid[0], sizes.buckets, dtype=torch.int16)
         count = _count_launch(sizes.buckets, sizes.block, sizes.num_warps)
-        count(grid, topk_ids, expert_map, table, *counted)
-    return sizes, grid, (topk_ids, expert_map, table, *counted)
+        count(grid, topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets)
+    return (
+        sizes,
+        grid,
+        (topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets),
+    )

@@ -264,9 +264,19 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         trained = quant is None and not apply_router_weight_on_input and self.has_gradients()
         trained = trained and len(wanted(a1, topk_weights)) > 0
         x, router_weights = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
-        routing = (router_weights, topk_ids, num_experts, expert_map)
         receive = self.send(
-            Outgoing(x, *routing, on_input, quant_config, before, everywhere, adapters)
+            Outgoing(
+                x,
+                router_weights,
+                topk_ids,
+                num_experts,
+                expert_map,
+                on_input,
+                quant_config,
+                before,
+                everywhere,
+                adapters,
+            )
         )
 
         def receiver() -> PrepareResult:
