@@ -108,10 +108,15 @@ def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
     told = {}
     if impl == "moe_ops":
         told["workspace_nbytes"] = moe_ops.workspace_nbytes(
-            len(case.inputs.x), problem.hidden_size, problem.intermediate_size,
-            problem.num_experts, problem.top_k, case.inputs.x.dtype,
-            scheme=case.experts.scheme.name, device="cpu" if device.type == "cpu" else None,
-        )  # fmt: skip
+            len(case.inputs.x),
+            problem.hidden_size,
+            problem.intermediate_size,
+            problem.num_experts,
+            problem.top_k,
+            case.inputs.x.dtype,
+            scheme=case.experts.scheme.name,
+            device="cpu" if device.type == "cpu" else None,
+        )
     return case.row(impl, "peak_bytes", peak_bytes(call, device), config=told)
 
 
@@ -143,9 +148,13 @@ def cold_rows(case: Case, impl: str) -> Iterator[Overhead]:
             "TRITON_CACHE_DIR": f"{caches}/triton",
         }
         done = subprocess.run(
-            list(map(str, command)), env={**os.environ, **environment}, check=True, text=True,
-            stdout=subprocess.PIPE, timeout=COLD_TIMEOUT_S,
-        )  # fmt: skip
+            list(map(str, command)),
+            env={**os.environ, **environment},
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            timeout=COLD_TIMEOUT_S,
+        )
     for measure, value in json.loads(done.stdout.splitlines()[-1]).items():
         yield case.row(impl, measure, value)
 

@@ -407,9 +407,13 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     }  # fmt: skip
     for option, (dest, read, default, text) in lists.items():
         command.add_argument(
-            option, dest=dest, type=one_or_more(read), default=default, metavar="NAME,..",
+            option,
+            dest=dest,
+            type=one_or_more(read),
+            default=default,
+            metavar="NAME,..",
             help=f"{text}(default: %(default)s)",
-        )  # fmt: skip
+        )
     command.add_argument("--rank", type=int, default=16, help="of the adapter (default: 16)")
     args = command.parse_args(arguments)
     if args.rank < 1:

@@ -196,10 +196,15 @@ def _tune_layer(chosen: argparse.Namespace, problem: Problem, folder: Path) -> i
         made_with = ", ".join(run_header().values())
         report_entry = partial(record_entry, chosen.record, subject, problem.name)
         timed = files.tune(
-            subject, counts, folder, clock,
-            again=again, made_with=made_with, budget_s=chosen.time_budget_s,
+            subject,
+            counts,
+            folder,
+            clock,
+            again=again,
+            made_with=made_with,
+            budget_s=chosen.time_budget_s,
             hooks=files.Hooks(prepare, report_entry),
-        )  # fmt: skip
+        )
     entries = files.read(subject, folder)
     if chosen.json:
         print(report.entries_json(subject, folder, timed, entries))

@@ -175,9 +175,14 @@ def triton_kernels(experts: Experts, inputs: Inputs) -> Call:
     def call() -> Tensor:
         told, gather, scatter = routing.routing(logits, top_k, expt_indx=ids)
         h = ogs.matmul_ogs(
-            inputs.x, w1, bias, told, gather_indx=gather, precision_config=first,
+            inputs.x,
+            w1,
+            bias,
+            told,
+            gather_indx=gather,
+            precision_config=first,
             fused_activation=activation,
-        )  # fmt: skip
+        )
         return ogs.matmul_ogs(
             h, w2, None, told, scatter_indx=scatter, precision_config=second, gammas=told.gate_scal
         )

@@ -173,9 +173,18 @@ def _case(
         error = relative_error(out, expected.float())
         time_us = _slowest(_time(partial(kernel.apply, **call), rank), rank)
         send_us, return_us = _exchange_times(kernel, call, rank)
-        rows.append(RankRow(**fixed, impl=backend, ranks=rank.ranks, time_us=time_us,
-                            send_us=send_us, return_us=return_us, rel_err=error,
-                            tokens_per_s=1e6 * rank.ranks * tokens / time_us))  # fmt: skip
+        rows.append(
+            RankRow(
+                **fixed,
+                impl=backend,
+                ranks=rank.ranks,
+                time_us=time_us,
+                send_us=send_us,
+                return_us=return_us,
+                rel_err=error,
+                tokens_per_s=1e6 * rank.ranks * tokens / time_us,
+            )
+        )
     return rows
 
 
@@ -189,14 +198,24 @@ def _kernel(
         held = (expert_map >= 0).nonzero().flatten().tolist()
     part = slice(held[0], held[-1] + 1)
     parallel = moe_ops.FusedMoEParallelConfig(
-        dp_size=rank.ranks, dp_rank=rank.number, ep_size=rank.ranks, ep_rank=rank.number,
+        dp_size=rank.ranks,
+        dp_rank=rank.number,
+        ep_size=rank.ranks,
+        ep_rank=rank.number,
         use_ep=True,
-    )  # fmt: skip
+    )
     config = moe_ops.FusedMoEConfig(
-        problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size, local,
-        experts.activation, rank.device, moe_ops.RoutingMethodType.Renormalize, parallel,
+        problem.num_experts,
+        problem.top_k,
+        problem.hidden_size,
+        problem.intermediate_size,
+        local,
+        experts.activation,
+        rank.device,
+        moe_ops.RoutingMethodType.Renormalize,
+        parallel,
         is_act_and_mul=kind_and_key(experts.activation)[0].is_gated,
-    )  # fmt: skip
+    )
     quant = _quant_config(experts, part)
     fused: Any = pipeline.TritonExperts(config, quant)
     if isinstance(exchange, pipeline.BatchedSymmetricPrepareAndFinalize):

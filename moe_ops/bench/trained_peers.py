@@ -110,10 +110,19 @@ def sonicmoe(experts: Experts, inputs: Inputs) -> Differentiable:
 
     def forward() -> Tensor:
         out, _ = functional.moe_general_routing_inputs(
-            x, weights.flatten(), token_of_slot, ids, w1.permute(1, 2, 0), None,
-            w2.permute(1, 2, 0), None, count, torch.cuda.current_stream().cuda_stream, silu,
+            x,
+            weights.flatten(),
+            token_of_slot,
+            ids,
+            w1.permute(1, 2, 0),
+            None,
+            w2.permute(1, 2, 0),
+            None,
+            count,
+            torch.cuda.current_stream().cuda_stream,
+            silu,
             concat_layout=True,
-        )  # fmt: skip
+        )
         return out
 
     return Differentiable(forward, leaves)

@@ -116,19 +116,29 @@ def layer_of(method: Any, config: Any, tensors: Mapping[str, Tensor]) -> nn.Modu
     """Return a layer as vLLM makes one for a method, with copies of a checkpoint's tensors."""
     base = named("vllm.model_executor.layers.fused_moe", "RoutedExperts")
     layer: Any = type("Layer", (base,), {"__init__": nn.Module.__init__})()
-    vars(layer).update(
-        moe_config=config, activation=config.activation, global_num_experts=config.num_experts,
-        local_num_experts=config.num_local_experts, hidden_size=config.hidden_dim,
-        intermediate_size_per_partition=config.intermediate_size_per_partition,
-        apply_router_weight_on_input=False, layer_name="layer", params_dtype=config.in_dtype,
-        _loaded_expert_biases=set(), _expert_routing_tables=lambda: None,
-    )  # fmt: skip
+    facts = {
+        "moe_config": config,
+        "activation": config.activation,
+        "global_num_experts": config.num_experts,
+        "local_num_experts": config.num_local_experts,
+        "hidden_size": config.hidden_dim,
+        "intermediate_size_per_partition": config.intermediate_size_per_partition,
+        "apply_router_weight_on_input": False,
+        "layer_name": "layer",
+        "params_dtype": config.in_dtype,
+        "_loaded_expert_biases": set(),
+        "_expert_routing_tables": lambda: None,
+    }
+    vars(layer).update(facts)
     sizes = (config.num_experts, config.hidden_dim, config.intermediate_size_per_partition)
     with torch.device(config.device):
         method.create_weights(
-            layer, *sizes, config.in_dtype, weight_loader=lambda *_: None,
+            layer,
+            *sizes,
+            config.in_dtype,
+            weight_loader=lambda *_: None,
             global_num_experts=config.num_experts,
-        )  # fmt: skip
+        )
     for name, tensor in tensors.items():
         parameter = getattr(layer, name)
         if parameter.shape != tensor.shape:

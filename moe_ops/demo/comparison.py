@@ -219,14 +219,18 @@ def main() -> int:
 
     place = torch.cuda.get_device_name() if on_gpu else "the CPU"
     written = results["moe_ops, compiled"]
-    print(f"moe_ops {__version__} on {place}. A Qwen3-MoE model of "
-          f"{model.num_parameters() / 1e6:.1f} million parameters writes:\n")  # fmt: skip
+    print(
+        f"moe_ops {__version__} on {place}. A Qwen3-MoE model of "
+        f"{model.num_parameters() / 1e6:.1f} million parameters writes:\n"
+    )
     print(args.prompt + tokenizer.decode(written.tokens))
     replayed = " The compiled model writes from a CUDA graph." if written.captured else ""
     if not on_gpu:
         print(f"\n{NO_KERNEL}")
-    show(f"It reads {windows.numel():,} held-out tokens, in float32.{replayed}",
-         run_lines(results, tied))  # fmt: skip
+    show(
+        f"It reads {windows.numel():,} held-out tokens, in float32.{replayed}",
+        run_lines(results, tied),
+    )
     show("Quantized by moe_ops.quantize_(model, scheme):", quality)
     if not on_gpu:
         show(f"On a GPU of {DEVICE} (moe-ops explain; times from the records):", kernel_lines())

@@ -119,10 +119,18 @@ class FusedMoEMethodBase(ABC):
         kernel = layer.kernel
         if kernel is not None:
             call = Call(
-                x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation,
-                layer.global_num_experts, layer.expert_map, layer.apply_router_weight_on_input,
-                shared_experts_input, lora,
-            )  # fmt: skip
+                x,
+                layer.w13_weight,
+                layer.w2_weight,
+                topk_weights,
+                topk_ids,
+                layer.activation,
+                layer.global_num_experts,
+                layer.expert_map,
+                layer.apply_router_weight_on_input,
+                shared_experts_input,
+                lora,
+            )
             beside = None if shared_experts_input is None else shared_experts_of(layer)
             return kernel.run(call, beside)
         return fused_experts(

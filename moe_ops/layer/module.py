@@ -123,9 +123,15 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         self.checkpoint_scheme = as_scheme(chosen.scheme or UNQUANTIZED)
         self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
         self.sizes = LayerSizes(
-            self.placement.num_local_experts, self.hidden_size, intermediate_size,
-            self.checkpoint_scheme, kind.is_gated, kind.is_interleaved, chosen.has_bias, dtype,
-        )  # fmt: skip
+            self.placement.num_local_experts,
+            self.hidden_size,
+            intermediate_size,
+            self.checkpoint_scheme,
+            kind.is_gated,
+            kind.is_interleaved,
+            chosen.has_bias,
+            dtype,
+        )
         if parallel.tp_size > 1 or not self.sizes.mixes_rows:  # which can be filled, not loaded
             self.sizes = self.aligned_sizes()
         self.given_scales = GivenScales()
@@ -145,14 +151,20 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         self.routes_plainly, self.shared_experts = chosen.routes_plainly(), chosen.shared_experts
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
-            slots = top_k + chosen.n_shared_experts
-            self.quant_method.exchange = exchange_of(
-                self.moe_config, self.rank_group, chosen.max_num_tokens,
-                lambda: chosen.expert_ranks(parallel, num_experts), slots,
-                equal_num_tokens=chosen.equal_num_tokens,
-                capacity_factor=chosen.capacity_factor,
-            )  # fmt: skip
+            self.quant_method.exchange = self._exchange_of(chosen, num_experts)
         initialize(self)
+
+    def _exchange_of(self, chosen: FusedMoEOptions, num_experts: int) -> Any:
+        """How tokens reach the ranks of their experts."""
+        return exchange_of(
+            self.moe_config,
+            self.rank_group,
+            chosen.max_num_tokens,
+            lambda: chosen.expert_ranks(self.moe_parallel_config, num_experts),
+            self.top_k + chosen.n_shared_experts,
+            equal_num_tokens=chosen.equal_num_tokens,
+            capacity_factor=chosen.capacity_factor,
+        )
 
     def forward(
         self,

@@ -68,9 +68,15 @@ class SchemeState(ExpertLayer):
             raise ValueError(problem)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: Any,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: Any,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Load as `nn.Module` does, but copy nothing from a state dict of another form.
 
         The columns' order ``w13_input_order`` is loaded or removed together with ``w13_weight``.

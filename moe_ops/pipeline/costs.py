@@ -164,9 +164,16 @@ def _plans(
         shape = (num_experts, n, k)
         packed = serves_packed(shape, scheme, dtype, device, config.batch_invariant)
         operands = layer_operands(
-            shape, scheme, dtype, rule, slots,
-            num_tokens=tokens, top_k=top_k, activation=activation, packed=packed,
-        )  # fmt: skip
+            shape,
+            scheme,
+            dtype,
+            rule,
+            slots,
+            num_tokens=tokens,
+            top_k=top_k,
+            activation=activation,
+            packed=packed,
+        )
         if most is not None and operands.a_scale is not None:
             scales = scheme.quants[0].batched_scale_shape(num_experts, most, k)
             scale = TensorSpec.contiguous(operands.a_scale.dtype, *scales)

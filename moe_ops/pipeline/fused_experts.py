@@ -355,11 +355,18 @@ def fused_moe(
         TypeError, ValueError, NotImplementedError: as `fused_topk` and `fused_experts`.
     """
     config = _config(quant_config)
-    scheme = config.scheme
     _check_routed(
-        hidden_states, w1, w2, gating_output, topk, renormalize, scoring_func, expert_map, scheme,
+        hidden_states,
+        w1,
+        w2,
+        gating_output,
+        topk,
+        renormalize,
+        scoring_func,
+        expert_map,
+        config.scheme,
         batch_invariant,
-    )  # fmt: skip
+    )
     if torch.is_grad_enabled() and gating_output.requires_grad:
         plan = None
         topk_weights, topk_ids = fused_topk(
@@ -375,7 +382,7 @@ def fused_moe(
             1,
             expert_map,
             w1.shape[0],
-            scheme.key,
+            config.scheme.key,
             hidden_states.dtype,
             batch_invariant,
         )

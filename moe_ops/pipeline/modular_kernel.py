@@ -145,9 +145,18 @@ class FusedMoEKernel:
                 kernel or too many tokens.
         """
         call = Call(
-            hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
-            expert_map, apply_router_weight_on_input, shared_experts_input, lora,
-        )  # fmt: skip
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            shared_experts_input,
+            lora,
+        )
         return self.run(call, self.shared_experts)
 
     def run(
@@ -291,10 +300,18 @@ class FusedMoEKernel:
                 *beside,
             )
         return experts.apply(
-            rows.pop(), call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
-            num_experts_of(call), expert_map, rows.pop(), meta,
+            rows.pop(),
+            call.w1,
+            call.w2,
+            call.topk_weights,
+            call.topk_ids,
+            call.activation,
+            num_experts_of(call),
+            expert_map,
+            rows.pop(),
+            meta,
             call.apply_router_weight_on_input,
-        )  # fmt: skip
+        )
 
     def start_finalize(self, call: Call, rows: Tensor) -> Pending:
         """Start finalize; returns a pending ``(T, H)``."""
@@ -371,16 +388,32 @@ class FusedMoEKernel:
         experts: Any = self.fused_experts
         part: Any = self.prepare_finalize
         check_logits(
-            experts, hidden_states, w1, w2, router_logits, activation, global_num_experts,
+            experts,
+            hidden_states,
+            w1,
+            w2,
+            router_logits,
+            activation,
+            global_num_experts,
             expert_map,
-        )  # fmt: skip
+        )
         rows, scale, logits = part.prepare(
             hidden_states, router_logits, experts.quant_config, experts.expects_unquantized_inputs
         )
         num_experts = router_logits.shape[1] if global_num_experts == -1 else global_num_experts
         tokens = experts.apply(
-            rows, w1, w2, logits, activation, num_experts, expert_map, scale,
-            apply_router_weight_on_input, num_expert_group, e_score_correction_bias,
-            routed_scaling_factor, topk_group,
-        )  # fmt: skip
+            rows,
+            w1,
+            w2,
+            logits,
+            activation,
+            num_experts,
+            expert_map,
+            scale,
+            apply_router_weight_on_input,
+            num_expert_group,
+            e_score_correction_bias,
+            routed_scaling_factor,
+            topk_group,
+        )
         return part.finalize(tokens)

@@ -139,10 +139,19 @@ class Variants(NamedTuple):
         ):
             # References take any form, though kernels are planned for an assumed GPU.
             packed = w.is_cuda and is_packed(w)
-            problem = problem_of(layer_operands(
-                shape, self.scheme, self.dtype, rule, num_tokens * self.top_k,
-                num_tokens=num_tokens, top_k=top_k, activation=activation, packed=packed,
-            ))  # fmt: skip
+            problem = problem_of(
+                layer_operands(
+                    shape,
+                    self.scheme,
+                    self.dtype,
+                    rule,
+                    num_tokens * self.top_k,
+                    num_tokens=num_tokens,
+                    top_k=top_k,
+                    activation=activation,
+                    packed=packed,
+                )
+            )
             if packed:
                 yield problem  # no other kernel reads it
             else:

@@ -129,10 +129,19 @@ def workspace_nbytes(
     )
     checks.topk("top_k", top_k, num_experts)
     config = FusedMoEConfig(
-        num_experts, top_k, hidden_size, intermediate_size, num_experts, activation, "meta",
-        RoutingMethodType.Default, in_dtype=dtype, is_act_and_mul=kind.is_gated,
-        max_num_tokens=max(1, num_tokens), batch_invariant=batch_invariant,
-    )  # fmt: skip
+        num_experts,
+        top_k,
+        hidden_size,
+        intermediate_size,
+        num_experts,
+        activation,
+        "meta",
+        RoutingMethodType.Default,
+        in_dtype=dtype,
+        is_act_and_mul=kind.is_gated,
+        max_num_tokens=max(1, num_tokens),
+        batch_invariant=batch_invariant,
+    )
     x = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta")
     w1, w2, quant_config = _weights(config, as_scheme(scheme))
     topk_weights = x.new_empty(num_tokens, top_k, dtype=torch.float32)

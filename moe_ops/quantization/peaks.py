@@ -59,10 +59,17 @@ class Peaks:
             return h
 
         gated_experts(
-            hidden_states, plain.w1, plain.w2, weights, ids, observed,
-            is_gated=plain.w1.shape[1] == 2 * plain.w2.shape[2], expert_map=expert_map,
-            w1_bias=plain.w1_bias, w2_bias=plain.w2_bias,
-        )  # fmt: skip
+            hidden_states,
+            plain.w1,
+            plain.w2,
+            weights,
+            ids,
+            observed,
+            is_gated=plain.w1.shape[1] == 2 * plain.w2.shape[2],
+            expert_map=expert_map,
+            w1_bias=plain.w1_bias,
+            w2_bias=plain.w2_bias,
+        )
 
     def _note(self, gemm: int, rows: Tensor, counted: Tensor) -> None:
         if rows.numel():

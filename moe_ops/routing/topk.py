@@ -76,9 +76,15 @@ def fused_topk(
         ``FusedTopKBiasRouter``.
     """
     _check_topk(
-        hidden_states, gating_output, topk, renormalize, indices_type, scoring_func,
-        e_score_correction_bias, routed_scaling_factor,
-    )  # fmt: skip
+        hidden_states,
+        gating_output,
+        topk,
+        renormalize,
+        indices_type,
+        scoring_func,
+        e_score_correction_bias,
+        routed_scaling_factor,
+    )
     logits, bias = gating_output, e_score_correction_bias
     if torch.is_grad_enabled() and logits.requires_grad:
         settings = (topk, renormalize, scoring_func, routed_scaling_factor)

@@ -53,9 +53,13 @@ def _rules(activation: Quant | None, weight: Quant | None) -> _Rules:
     yield from _weight_rules(weight)
     if activation is not None:
         yield from _activation_rules(activation)
-        yield not weight.zero_point, NotImplementedError, "weight.zero_point", (
-            "be False if activations are quantized"
-        ), True  # fmt: skip
+        yield (
+            not weight.zero_point,
+            NotImplementedError,
+            "weight.zero_point",
+            ("be False if activations are quantized"),
+            True,
+        )
         if dequantizes_both(activation, weight):
             yield from _dequantized_rules(activation, weight)
         else:

@@ -264,9 +264,19 @@ class MoeOpsExperts(MoeOpsExpertsBase):
             topk_weights = torch.ones_like(topk_weights)
         scale = None if a1q_scale is None else a1q_scale.contiguous()
         self.experts.apply(
-            hidden_states, w1, w2, topk_weights, topk_ids, self.library_activation,
-            global_num_experts, expert_map, scale, None, False, out=output,
-        )  # fmt: skip
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            self.library_activation,
+            global_num_experts,
+            expert_map,
+            scale,
+            None,
+            False,
+            out=output,
+        )
 
 
 class BatchedMoeOpsExperts(MoeOpsExpertsBase):
@@ -325,9 +335,18 @@ class BatchedMoeOpsExperts(MoeOpsExpertsBase):
         scale = None if a1q_scale is None else a1q_scale.contiguous()
         meta = ExpertTokensMetadata(expert_tokens_meta.expert_num_tokens)
         rows = self.experts.apply(
-            hidden_states, w1, w2, topk_weights, topk_ids, self.library_activation,
-            global_num_experts, None, scale, meta, apply_router_weight_on_input,
-        )  # fmt: skip
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            self.library_activation,
+            global_num_experts,
+            None,
+            scale,
+            meta,
+            apply_router_weight_on_input,
+        )
         output.copy_(rows)
 
 

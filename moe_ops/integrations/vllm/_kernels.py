@@ -16,9 +16,12 @@ def kernel(place: Place, call: Arguments) -> Any:
     """Make vLLM's modular kernel of this library's experts, as all of its factories do."""
     config, quant = call["moe_config"], call["moe_quant_config"]
     prepare = maybe_make_prepare_finalize(
-        moe=config, quant_config=quant, routing_tables=call["routing_tables"],
-        allow_new_interface=True, use_monolithic=False,
-    )  # fmt: skip
+        moe=config,
+        quant_config=quant,
+        routing_tables=call["routing_tables"],
+        allow_new_interface=True,
+        use_monolithic=False,
+    )
     sizes = {}
     if prepare.activation_format == mk.FusedMoEActivationFormat.BatchedExperts:
         sizes = {
@@ -54,11 +57,14 @@ def nvfp4_config(place: Place, call: Arguments) -> Any:
     """Describe NVFP4 weights under 16-bit activations."""
     return FusedMoEQuantConfig.make(
         weight_dtype="nvfp4",
-        w1_scale=call["w13_scale"], w2_scale=call["w2_scale"],
-        g1_alphas=call["w13_scale_2"], g2_alphas=call["w2_scale_2"],
-        gemm1_alpha=call["swiglu_alpha"], gemm1_beta=call["swiglu_beta"],
+        w1_scale=call["w13_scale"],
+        w2_scale=call["w2_scale"],
+        g1_alphas=call["w13_scale_2"],
+        g2_alphas=call["w2_scale_2"],
+        gemm1_alpha=call["swiglu_alpha"],
+        gemm1_beta=call["swiglu_beta"],
         gemm1_clamp_limit=call["swiglu_limit"],
-    )  # fmt: skip
+    )
 
 
 def _named(call: Arguments, *names: str) -> dict[str, Any]:

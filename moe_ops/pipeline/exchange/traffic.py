@@ -39,12 +39,16 @@ LINKS = {
     link.name: link
     for link in (
         Link(
-            "nvlink4", 235e9, 348e9, 8.7, 6.6,
+            "nvlink4",
+            235e9,
+            348e9,
+            8.7,
+            6.6,
             "measured on two H200, in CUDA graphs: NCCL 2.28 all-gathers, Triton kernels' stores",
         ),
         Link("ndr400", 50e9, None, 0.0, 0.0, "nominal: one port of 400 Gb/s for each rank"),
     )
-}  # fmt: skip
+}
 """Known links: NVLink of the fourth generation, and InfiniBand NDR between nodes. The measurements
 are in `benchmarks/NOTES.md`, under Links between ranks."""
 
