@@ -44,7 +44,7 @@ class Layer:
             if quant is None:
                 data.append(raw.view(torch.bfloat16).view(experts, n, k))
                 continue
-            width = k // 2 if quant.element.packed else k
+            width = quant.data_width(k)
             data.append(raw[: experts * n * width].view(quant.dtype).view(experts, n, width))
             value, dtype = 2e-3, torch.bfloat16 if quant.scale == "input" else torch.float32
             if quant.scale == "e8m0":

@@ -245,11 +245,11 @@ def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[in
     quant = get_scheme(scheme).weight
     if quant is None:
         return (0,), 0
-    packed_rows = -(-n // 2) if quant.element.packed else n
+    zero_rows = -(-n // quant.element.values_per_byte)
     if quant.group.cols == WHOLE:  # one per tensor, per half or per row
-        return (experts, 2 * experts, experts * n), experts * packed_rows
+        return (experts, 2 * experts, experts * n), experts * zero_rows
     rows, groups = quant.weight_scale_shape(1, n, k)[1:]
-    return (experts * rows * groups,), experts * packed_rows * groups
+    return (experts * rows * groups,), experts * zero_rows * groups
 
 
 def activated(name: str, width: int, activation: str) -> int:

@@ -214,7 +214,7 @@ def _named(rows: Tensor, name: str, per_row: bool, cols: int | None, scale: Tens
     if quant.global_scale != (scale is not None):
         wanted, got = ("a Tensor", "None") if quant.global_scale else ("None", "a Tensor")
         raise ValueError(f"A_scale must be {wanted} for {name}, got {got}")
-    if quant.element.packed and rows.shape[-1] % 2:
+    if rows.shape[-1] % quant.element.values_per_byte:
         last = rows.dim() - 1
         raise ValueError(f"A.shape[{last}] must be even for {name}, got {rows.shape[-1]}")
     return quant.key

@@ -25,7 +25,7 @@ from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import next_power_of_2
 from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slots, sort_in_block
-from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
+from moe_ops.kernels.quantize import quantize_rows, shape_of_values, warps
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert", "max_rows"])
@@ -138,7 +138,7 @@ def batched_dispatch(
     )
     rows = Rows(
         x,
-        unpacked(out, quant),
+        shape_of_values(out, quant),
         slots=slots,
         topk_weights=topk_weights,
         top_k=topk_ids.shape[1],
@@ -163,7 +163,7 @@ def batched_quantize(
 ) -> tuple[Tensor, Tensor]:
     """One launch; two if an expert's rows share a scale that comes from the data."""
     out = empty_quantized(x, scale, expert_num_tokens, quant)
-    rows = Rows(x, unpacked(out[0], quant), counts=expert_num_tokens)
+    rows = Rows(x, shape_of_values(out[0], quant), counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
     return out
 
@@ -173,6 +173,6 @@ def batched_activation_quantize(
 ) -> tuple[Tensor, Tensor]:
     """One launch; two if an expert's rows share a scale that comes from the data."""
     out = empty_activated_quantized(x, scale, expert_num_tokens, activation, quant)
-    rows = Rows(x, unpacked(out[0], quant), activation, counts=expert_num_tokens)
+    rows = Rows(x, shape_of_values(out[0], quant), activation, counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
     return out

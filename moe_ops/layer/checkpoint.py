@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
+from moe_ops.layer.forms import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.module import FusedMoE
-from moe_ops.layer.packing import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.rank_checks import check_own_weights

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moe_ops import ops
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.forms import convert_for_device
 from moe_ops.layer.initial import warn_if_empty
-from moe_ops.layer.packing import convert_for_device
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX

@@ -172,7 +172,7 @@ class FusedMoEOptions:
         checks.at_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self._check_ranks()
         weight = as_scheme(self.scheme or UNQUANTIZED).weight
-        if weight is not None and weight.element.packed and hidden_size % 2:
+        if weight is not None and hidden_size % weight.element.values_per_byte:
             raise ValueError(f"hidden_size must be even for 4-bit weights, got {hidden_size}")
         for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
             checks.at_least(0, **{name: getattr(self, name)})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_ops.layer.packing import PLAIN
+from moe_ops.layer.forms import PLAIN
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.router_tensors import RouterTensors
 from moe_ops.layer.state import STATE, stored_as

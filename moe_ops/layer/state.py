@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.packing import FP8, PACKED, PLAIN, WEIGHTS, converted, form_names, forms_of
+from moe_ops.layer.forms import FP8, PACKED, PLAIN, WEIGHTS, converted, form_names, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.saved_rank import RankPart, RankState
 from moe_ops.scheme import Quant

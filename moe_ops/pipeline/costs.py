@@ -86,7 +86,7 @@ def cost_of(
 
 def math_of(config: FusedMoEConfig, scheme: Scheme) -> str:
     """The products' dtype, as named in `devices.MEASURED`; int8, nominally as fast, is "fp8"."""
-    if scheme.decoded:
+    if scheme.dequantizes_both:
         return "bf16"
     if scheme.activation is not None:
         return "fp8"

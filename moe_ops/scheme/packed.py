@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.scheme.formats import pack, unpack
+from moe_ops.scheme.formats import join_codes, split_codes
 from moe_ops.scheme.named import Scheme, as_scheme
 from moe_ops.scheme.values import Quant
 from moe_ops.tensors import QTensor
@@ -92,7 +92,7 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
         TypeError, ValueError: data or scales of another dtype or shape; N or K that is not a
             multiple of 64.
         NotImplementedError: a scheme whose weight scales are shared by several rows, or that
-            quantizes activations in another way than `decodes_rows` says.
+            quantizes activations in another way than `dequantizes_rows` says.
     """
     quant = _checked(q, scheme, packed=False)
     experts, n, width = q.data.shape
@@ -147,16 +147,16 @@ def swapped(x: Tensor | None) -> Tensor | None:
 
 def bits_spread(quant: Quant) -> bool:
     """Whether the bits of a number do not stay together."""
-    return quant.element.packed and quant.element.exponent > 0
+    return quant.element.bits == 4 and quant.element.exponent > 0
 
 
-def decodes_rows(scheme: Scheme) -> bool:
-    """Whether activations are decoded too: fp8 with one scale per row, under other weights.
+def dequantizes_rows(scheme: Scheme) -> bool:
+    """Whether activations are dequantized too: fp8 with one scale per row, under other weights.
 
     Kernels multiply their numbers in bf16, and the sums by the scales of the rows.
     """
-    quant = scheme.activation
-    return quant is not None and scheme.decoded and quant.element.name == "fp8" and quant.per_row
+    quant, both = scheme.activation, scheme.dequantizes_both
+    return quant is not None and both and quant.element.name == "fp8" and quant.per_row
 
 
 def check_packed(name: str, w: Tensor, scheme: Scheme, n: int, k: int) -> None:
@@ -176,7 +176,7 @@ def check_packed(name: str, w: Tensor, scheme: Scheme, n: int, k: int) -> None:
 def _refusal(name: str, scheme: Scheme, n: int, k: int) -> tuple[type[Exception], str] | None:
     """Why a weight ``(E, N, K)`` has no packed form: the exception to raise, and its text."""
     quant, to_pack = scheme.weight, f"if {name} is packed (see pack_weight)"
-    if quant is None or not (scheme.activation is None or decodes_rows(scheme)):
+    if quant is None or not (scheme.activation is None or dequantizes_rows(scheme)):
         rule = f"scheme must quantize weights only (or rows to fp8 under others) {to_pack}"
         return NotImplementedError, f"{rule}, got {scheme.name}"
     if quant.group.rows != 1:
@@ -219,25 +219,24 @@ def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, packed: bool) ->
 
 def _packed(stored: Tensor, quant: Quant) -> Tensor:
     """The packed form ``(N, K * bits / 32)`` of one expert's data."""
-    bits, stored = quant.element.stored_bits, stored.view(torch.uint8)
-    codes = unpack(stored, 1) if bits == 4 else stored
+    codes = split_codes(stored.view(torch.uint8), 1, quant.element)
     n, k = codes.shape
     axes = codes.reshape((n // CHUNK, *_ROWS, k // CHUNK, *_COLS))
-    ordered = axes.permute(_ORDER[bits]).reshape(n, k)
-    words = (pack(ordered, 1) if bits == 4 else ordered).view(PACKED_DTYPE)
+    ordered = axes.permute(_ORDER[quant.element.stored_bits]).reshape(n, k)
+    words = join_codes(ordered, 1, quant.element).view(PACKED_DTYPE)
     return _spread_bits(words) if bits_spread(quant) else words
 
 
 def _plain(words: Tensor, quant: Quant) -> Tensor:
     """The inverse of `_packed`."""
-    bits = quant.element.stored_bits
     stored = (_joined_bits(words) if bits_spread(quant) else words).view(torch.uint8)
-    codes = unpack(stored, 1) if bits == 4 else stored
+    codes = split_codes(stored, 1, quant.element)
     n, k = codes.shape
-    sizes, order = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS), _ORDER[bits]
+    sizes = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
+    order = _ORDER[quant.element.stored_bits]
     axes = codes.reshape([sizes[axis] for axis in order])
     ordered = axes.permute([order.index(axis) for axis in range(len(order))]).reshape(n, k)
-    return (pack(ordered, 1) if bits == 4 else ordered).view(quant.dtype)
+    return join_codes(ordered, 1, quant.element).view(quant.dtype)
 
 
 def _spread_bits(words: Tensor) -> Tensor:

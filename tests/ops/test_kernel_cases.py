@@ -138,7 +138,11 @@ def scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name)
     rest = (q.global_scale, bias)
     with routed.row_tile():
         out = scaled_gemm.scaled_matmul(
-            *head, *rest, [*routed.tiles], *tail, config=tiles_of(32 if scheme.decoded else 16)
+            *head,
+            *rest,
+            [*routed.tiles],
+            *tail,
+            config=tiles_of(32 if scheme.dequantizes_both else 16),
         )
         head = (rows, scale, q.data, q.scale)
         expected = scaled_reference.scaled_matmul(*head, *rest, [*routed.sound], *tail)

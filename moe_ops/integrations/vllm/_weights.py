@@ -17,7 +17,7 @@ from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import Arguments
 from moe_ops.loading.derived import channel_scales
 from moe_ops.loading.stored import awq_codes
-from moe_ops.scheme.formats import pack
+from moe_ops.scheme.formats import join_nibbles
 from moe_ops.tensors import QTensor
 
 
@@ -76,10 +76,10 @@ def awq_weight(words: Tensor, scale: Tensor, zeros: Tensor | None, bits: int) ->
     experts, k, width = words.shape
     data = words.contiguous().view(torch.uint8).view(experts, width * 8, k // 2)
     for source, target in zip(words, data, strict=True):
-        target.copy_(pack(awq_codes(source, bits).t(), 1))
+        target.copy_(join_nibbles(awq_codes(source, bits).t(), 1))
     zero_point = None
     if zeros is not None:
-        zero_point = torch.stack([pack(awq_codes(x, bits).t(), 0) for x in zeros])
+        zero_point = torch.stack([join_nibbles(awq_codes(x, bits).t(), 0) for x in zeros])
     return QTensor(data, scale.transpose(1, 2).contiguous(), zero_point)
 
 

@@ -31,13 +31,13 @@ from moe_ops.kernels._routing.scores import (
 
 
 @triton.jit
-def pack(key, position, COUNT: tl.constexpr):
+def sort_key(key, position, COUNT: tl.constexpr):
     """Replace the low bits of keys by ``COUNT - 1 - position``: unique, ties to the lowest."""
     return (key | (COUNT - 1)) - position
 
 
 @triton.jit
-def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
+def chosen_of(keys, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
     """The experts of the TOPK largest keys, the smallest of these keys, the largest key left.
 
     The experts are in descending order of their keys. With MANY tokens only the `finalists` of each
@@ -45,13 +45,13 @@ def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.
     finalist, the largest key left is reported as ``0x7FFFFFFF`` (unknown), and the caller takes the
     exact path. With few tokens latency counts: all wait for the slowest, so all keys compete.
     """
-    COUNT: tl.constexpr = packed.shape[0] * packed.shape[2] * packed.shape[3]
+    COUNT: tl.constexpr = keys.shape[0] * keys.shape[2] * keys.shape[3]
     if MANY and in_rounds(COUNT, TOPK):
-        packed, last = finalists(packed)
-        chosen, best, left = largest(packed, slot, TOPK)
+        keys, last = finalists(keys)
+        chosen, best, left = largest(keys, slot, TOPK)
         left = tl.where(last >= best, 0x7FFFFFFF, left)
     else:
-        chosen, best, left = largest(packed, slot, TOPK)
+        chosen, best, left = largest(keys, slot, TOPK)
     return EXPERTS - 1 - (chosen & (EXPERTS - 1)), best, left
 
 
@@ -80,7 +80,7 @@ def _choose_by_logits(
 
     No logit left exceeds the bound, except one that equals a chosen logit and loses the tie. Ties
     are known exactly where STEP >= EXPERTS: keys of different logits then differ by more than the
-    position bits that `pack` puts into them.
+    position bits that `sort_key` puts into them.
 
     Exponentials are of the logits themselves, not relative to the maximum, so that the sum need not
     wait for the maximum: see `near_exp`. A positive infinity or a NaN that is the largest key makes
@@ -94,7 +94,7 @@ def _choose_by_logits(
     key = signed_key(logits)
     if NUM_EXPERTS != EXPERTS:  # padding below -inf, as negative NaN are
         key = tl.where(expert < NUM_EXPERTS, key, -0x80000000)
-    ids, best, left = chosen_of(pack(key, expert, EXPERTS), slot, TOPK, EXPERTS, MANY)
+    ids, best, left = chosen_of(sort_key(key, expert, EXPERTS), slot, TOPK, EXPERTS, MANY)
     bound = left | (EXPERTS - 1)
     if STEP >= EXPERTS:
         equal = (left & -STEP) == (best & -STEP)
@@ -123,8 +123,8 @@ def _choose_by_near_scores(
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
-    packed = pack(signed_key(choice), expert, EXPERTS)
-    ids, _, left = chosen_of(packed, slot, TOPK, EXPERTS, MANY)
+    keys = sort_key(signed_key(choice), expert, EXPERTS)
+    ids, _, left = chosen_of(keys, slot, TOPK, EXPERTS, MANY)
     return ids, number(left | (EXPERTS - 1))[:, None, None]
 
 
@@ -132,7 +132,7 @@ def _choose_by_near_scores(
 def _choose_by_scores(
     rows, bias, expert, slot, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr
 ):
-    """Top-k by exact scores, from packed keys, whose lowest bits are positions.
+    """Top-k by exact scores, from sort keys, whose lowest bits are positions.
 
     Returns:
         The experts; for each token 1 if no full key left is larger than a chosen one (the experts
@@ -143,9 +143,9 @@ def _choose_by_scores(
     logits = tl.load(rows + expert, mask=valid, other=float("-inf")).to(tl.float32)
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
     key = ordered(choice, bias is not None)
-    packed = pack(key, expert, COUNT)
-    chosen, best, _ = largest(packed[None, :, :, None], slot, TOPK)
-    others = packed < best[:, None]
+    keys = sort_key(key, expert, COUNT)
+    chosen, best, _ = largest(keys[None, :, :, None], slot, TOPK)
+    others = keys < best[:, None]
     left = tl.max(tl.where(others, key, -0x80000000), 1)
     least = tl.min(tl.where(others, 0x7FFFFFFF, key), 1)
     complete = (left <= least)[:, None, None]
@@ -206,7 +206,7 @@ def route_tokens(
       close logits, whose scores may be equal, and for very small scores.
     * Other scoring with a bias chooses by approximate float32 scores (`near_choice`), whose order
       may be wrong where scores are close.
-    * The rest (softmax with a bias, other scoring without one) chooses by exact scores in packed
+    * The rest (softmax with a bias, other scoring without one) chooses by exact scores in sort
       keys, whose order may be wrong where scores differ in their lowest bits only.
     """
     BY_LOGITS: tl.constexpr = bias is None and SCORING == "softmax"

@@ -15,7 +15,7 @@ from moe_ops.dispatch.tiles import PLAN_PROGRAMS, cdiv, next_power_of_2
 from moe_ops.kernels._runtime.slots import HEADER
 
 BITS, LOW = tl.constexpr(16), tl.constexpr(0xFFFF)
-"""Width and mask of one count where several are packed in one integer. Slots are so few that each
+"""Width and mask of one count where several share one integer. Slots are so few that each
 count, of slots or of tiles, fits in 16 bits."""
 
 
@@ -93,9 +93,9 @@ def plan_programs(num_buckets: int) -> int:
 
 
 @triton.jit
-def _bits(packed, i):
-    """The i-th count of a packed integer."""
-    return ((packed >> (i * BITS)) & LOW).to(tl.int32)
+def _bits(word, i):
+    """The i-th count in an integer."""
+    return ((word >> (i * BITS)) & LOW).to(tl.int32)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def place_buckets(
     """Place the slots of this program's buckets, and fill its share of what no bucket uses.
 
     ``buckets`` has the bucket of every slot, in the order of the slots. Every program counts all
-    buckets, then ranks the slots of its own ones (up to four) in one packed prefix sum.
+    buckets, then ranks the slots of its own ones (up to four) in one prefix sum of such integers.
     """
     slots, experts, firsts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles

@@ -18,7 +18,7 @@ from moe_ops.pipeline.exchange.base import (
     TokenExchange,
     check_expert_ranks,
 )
-from moe_ops.pipeline.exchange.packing import bytes_of_fp8, packed, unpacked
+from moe_ops.pipeline.exchange.messages import bytes_of_fp8, message_of, parts_of
 from moe_ops.pipeline.prepare_finalize import Receiver
 
 _COPIES = "_moe_ops_copies"
@@ -107,11 +107,11 @@ class OneCopyExchange(TokenExchange):
         if tokens.lora_ids is not None:
             beside.append(tokens.lora_ids)
         travelling = self._start(bytes_of_fp8(rows), copies)
-        facts = self._start(packed(beside), copies)
+        facts = self._start(message_of(beside), copies)
         dtype = rows.dtype
 
         def receive() -> Arrived:
-            weights, complement, *scales = unpacked(self.group.wait(facts), beside)
+            weights, complement, *scales = parts_of(self.group.wait(facts), beside)
             ids = ~complement
             setattr(ids, _COPIES, copies)
             arrived = self.group.wait(travelling).view(dtype)

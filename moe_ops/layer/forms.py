@@ -45,7 +45,7 @@ Stored = tuple[Any, ...]
 """A tensor or None for each of `FORM_KINDS`."""
 
 
-class PacksWeights(ExpertLayer):
+class ConvertsForms(ExpertLayer):
     """A layer whose weights may be in the packed form, or held as fp8."""
 
     def pack_(self) -> None:
