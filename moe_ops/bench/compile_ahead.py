@@ -103,7 +103,7 @@ def _launch(activation: str, subject: Subject, trial: Trial) -> None:
     experts, width, hidden = subject.sizes
     shapes = (experts, 2 * width, hidden), (experts, hidden, width)
     first, second = (
-        _empty_weight(shape, subject.scheme, packed=subject.packed(which))
+        _empty_weight(shape, subject.scheme, fragments=subject.packed(which))
         for which, shape in enumerate(shapes, start=1)
     )
     quant, scale = subject.scheme.activation, None
@@ -118,10 +118,10 @@ def _launch(activation: str, subject: Subject, trial: Trial) -> None:
     gemms.product(trial.gemm, gemms.rows(trial.gemm, x, space), space, trial.tiles)
 
 
-def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, *, packed: bool) -> ExpertWeight:
+def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, *, fragments: bool) -> ExpertWeight:
     """A weight without memory, in the form in which a layer keeps it."""
     q = quantize_weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"), scheme)
-    if packed:
+    if fragments:
         q = pack_weight(q, scheme)
     scale, zero, factor = (None if t is None else _empty(t) for t in q[1:])
     return ExpertWeight(_empty(q.data), None, scale, zero, factor)

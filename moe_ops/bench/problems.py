@@ -215,9 +215,9 @@ class Experts:
             if all(bool(x.all()) for x in exact):
                 return self._as_fp8(held)
         reads = [reads_packed(w.data, self.scheme, torch.bfloat16) for w in self.stored]
-        return self.packed([which for which, read in enumerate(reads, start=1) if read])
+        return self.in_fragments([which for which, read in enumerate(reads, start=1) if read])
 
-    def packed(self, which: Collection[int]) -> Experts:
+    def in_fragments(self, which: Collection[int]) -> Experts:
         """The same weights, of which ``which`` (1, 2 or both) are in the packed form."""
         if self.stored is None or not which:
             return self

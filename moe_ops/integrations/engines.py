@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from moe_ops.integrations._engines import found
+from moe_ops.integrations._engines import attribute_of
 
 ENGINES = ("vllm", "sglang")
 MARK = "ANSWER "
@@ -74,7 +74,7 @@ def ask(name: str) -> Engine:
     logger.setLevel(logging.INFO)
     plugin.register()
     logger.removeHandler(handler)
-    answer = Engine(found(name, "__version__"), log=lines)
+    answer = Engine(attribute_of(name, "__version__"), log=lines)
     switched_off = os.environ.get(plugin.SWITCH) == "0"
     formats: dict[str, Any] = import_module(f"{plugin.__name__}._interface").formats()
     for kind, lacks in formats.items():

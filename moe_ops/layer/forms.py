@@ -132,8 +132,8 @@ def forms_of(layer: ExpertLayer) -> dict[str, str]:
     """Return the form of ``w13`` and of ``w2``."""
     if layer.sizes.exact_of is not None:
         return dict.fromkeys(WEIGHTS, FP8)
-    packed = {which: is_packed(getattr(layer, f"{which}_weight")) for which in WEIGHTS}
-    return {which: PACKED if packed[which] else PLAIN for which in WEIGHTS}
+    fragments = {which: is_packed(getattr(layer, f"{which}_weight")) for which in WEIGHTS}
+    return {which: PACKED if fragments[which] else PLAIN for which in WEIGHTS}
 
 
 def packed_of(layer: ExpertLayer) -> tuple[str, ...]:

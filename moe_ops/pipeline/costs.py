@@ -162,7 +162,7 @@ def _plans(
 
     def plan(n: int, k: int, activation: str, top_k: int) -> GemmPlan:
         shape = (num_experts, n, k)
-        packed = serves_packed(shape, scheme, dtype, device, config.batch_invariant)
+        fragments = serves_packed(shape, scheme, dtype, device, config.batch_invariant)
         operands = layer_operands(
             shape,
             scheme,
@@ -172,7 +172,7 @@ def _plans(
             num_tokens=tokens,
             top_k=top_k,
             activation=activation,
-            packed=packed,
+            packed=fragments,
         )
         if most is not None and operands.a_scale is not None:
             scales = scheme.quants[0].batched_scale_shape(num_experts, most, k)

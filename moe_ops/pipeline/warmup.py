@@ -138,7 +138,7 @@ class Variants(NamedTuple):
             (self.w2, (num_experts, hidden, width), "", 1),
         ):
             # References take any form, though kernels are planned for an assumed GPU.
-            packed = w.is_cuda and is_packed(w)
+            fragments = w.is_cuda and is_packed(w)
             problem = problem_of(
                 layer_operands(
                     shape,
@@ -149,10 +149,10 @@ class Variants(NamedTuple):
                     num_tokens=num_tokens,
                     top_k=top_k,
                     activation=activation,
-                    packed=packed,
+                    packed=fragments,
                 )
             )
-            if packed:
+            if fragments:
                 yield problem  # no other kernel reads it
             else:
                 yield from (problem, problem._replace(boxes=False))

@@ -94,7 +94,7 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
         NotImplementedError: a scheme whose weight scales are shared by several rows, or that
             quantizes activations in another way than `dequantizes_rows` says.
     """
-    quant = _checked(q, scheme, packed=False)
+    quant = _checked(q, scheme, fragments=False)
     experts, n, width = q.data.shape
     shape = (experts, n, width * q.data.itemsize // PACKED_DTYPE.itemsize)
     return _pack_into(q.data.new_empty(shape, dtype=PACKED_DTYPE), q, quant)
@@ -102,7 +102,7 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
 
 def pack_weight_(q: QTensor, scheme: str | Scheme) -> QTensor:
     """As `pack_weight`, in the memory of ``q.data``, which must be contiguous: ``q`` is lost."""
-    quant = _checked(q, scheme, packed=False)
+    quant = _checked(q, scheme, fragments=False)
     return _pack_into(q.data.view(PACKED_DTYPE), q, quant)
 
 
@@ -126,7 +126,7 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     Raises:
         TypeError, ValueError, NotImplementedError: as `pack_weight`.
     """
-    quant = _checked(q, scheme, packed=True)
+    quant = _checked(q, scheme, fragments=True)
     experts, n, width = q.data.shape
     shape = (experts, n, width * PACKED_DTYPE.itemsize // quant.dtype.itemsize)
     stored = q.data.new_empty(shape, dtype=quant.dtype)
@@ -188,7 +188,7 @@ def _refusal(name: str, scheme: Scheme, n: int, k: int) -> tuple[type[Exception]
     return None
 
 
-def _checked(q: QTensor, scheme: str | Scheme, *, packed: bool) -> Quant:
+def _checked(q: QTensor, scheme: str | Scheme, *, fragments: bool) -> Quant:
     """How a weight is quantized; raises unless it is in the given form and has the other too."""
     if not isinstance(q, QTensor):
         raise TypeError(f"q must be a QTensor, got {type(q).__name__}")
@@ -196,23 +196,25 @@ def _checked(q: QTensor, scheme: str | Scheme, *, packed: bool) -> Quant:
     quant = scheme.weight
     if quant is None:
         raise NotImplementedError(f"scheme must quantize weights, got {scheme.name}")
-    dtype = PACKED_DTYPE if packed else quant.dtype
+    dtype = PACKED_DTYPE if fragments else quant.dtype
     checks.tensor("q.data", q.data, 3, (dtype,))
     experts, n, width = q.data.shape
     k = width * quant.numbers_per_entry(dtype)
     check_packed("q.data", q.data, scheme, n, k)
     if quant.local:
-        _check_groups("q.scale", q.scale, quant.weight_scale_shape(experts, n, k), packed=packed)
+        _check_groups(
+            "q.scale", q.scale, quant.weight_scale_shape(experts, n, k), fragments=fragments
+        )
     if quant.zero_point:
         shape = quant.zero_point_shape(experts, n, k)
-        _check_groups("q.zero_point", q.zero_point, shape, packed=packed)
+        _check_groups("q.zero_point", q.zero_point, shape, fragments=fragments)
     return quant
 
 
-def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, packed: bool) -> None:
+def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, fragments: bool) -> None:
     """Check the shape of scales or zero points; ``shape`` is that of the plain form."""
     checks.tensor(name, x, 3, None)
-    wanted = groups_first(shape) if packed else shape
+    wanted = groups_first(shape) if fragments else shape
     if tuple(x.shape) != wanted:
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
 

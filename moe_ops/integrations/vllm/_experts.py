@@ -196,10 +196,10 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
             if not reads:
                 continue
             scale = tensors[name].data
-            packed = pack_weight(QTensor(weight.data, scale), config.scheme)
-            replace_parameter(layer, f"{which}_weight", packed.data)
-            if packed.scale is not scale:  # scales of MXFP4, whose parameter has this name
-                replace_parameter(layer, f"{which}_weight_scale", packed.scale)
+            converted = pack_weight(QTensor(weight.data, scale), config.scheme)
+            replace_parameter(layer, f"{which}_weight", converted.data)
+            if converted.scale is not scale:  # scales of MXFP4, whose parameter has this name
+                replace_parameter(layer, f"{which}_weight_scale", converted.scale)
                 tensors[name] = getattr(layer, f"{which}_weight_scale")
         self._use(FusedMoEQuantConfig(config.scheme, **tensors))
 

@@ -19,7 +19,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from moe_ops.integrations._engines import found, say_once
+from moe_ops.integrations._engines import attribute_of, say_once
 from moe_ops.integrations.vllm import _kernels, _weights
 from moe_ops.integrations.vllm._choice import chosen
 from moe_ops.integrations.vllm._experts import ENGINE, MoeOpsExperts, refusal
@@ -48,10 +48,10 @@ def changes() -> Iterator[Change]:
     for name in (name for format in served for name in FORMATS[format]):
         owner, _, last = name.rpartition(".")
         if name in _WRAPPERS:
-            yield from everywhere(found(*split(name)), _WRAPPERS[name])
+            yield from everywhere(attribute_of(*split(name)), _WRAPPERS[name])
         elif last in _METHOD:
-            method = wrapped(found(*split(name)), _METHOD[last])
-            yield from [] if method is None else [(found(*split(owner)), last, method)]
+            method = wrapped(attribute_of(*split(name)), _METHOD[last])
+            yield from [] if method is None else [(attribute_of(*split(owner)), last, method)]
 
 
 def _is_offered(format: str) -> bool:

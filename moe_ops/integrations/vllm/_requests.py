@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ops.integrations._engines import found
+from moe_ops.integrations._engines import attribute_of
 from moe_ops.integrations.vllm._interface import ORACLES
 from moe_ops.scheme import SCHEMES, Scheme, get_scheme
 
@@ -56,7 +56,9 @@ def mxfp4_schemes(arguments: Arguments) -> list[Scheme]:
     """Return the schemes of MXFP4 weights under the activations that a checkpoint asks for."""
     asked = None
     if "activation_key" in arguments:
-        resolved = found(f"{ORACLES}.mxfp4", "_resolve_activation_key")  # with the user's wish
+        resolved = attribute_of(
+            f"{ORACLES}.mxfp4", "_resolve_activation_key"
+        )  # with the user's wish
         key = arguments["activation_key"]
         asked = of_activation(key if resolved is None else resolved(key))
     return [*([] if asked is None else [asked]), SCHEMES["mxfp4_w4a16"]]
