@@ -72,11 +72,11 @@ class CompileAhead:
         new = {kernel: trial for kernel, trial in new.items() if kernel not in self.done}
         self.done |= new.keys()
         try:
-            failed = [error for error in self.executor.map(self.compile, new.values()) if error]
+            failed = [text for text in self.executor.map(self.compile, new.values()) if text]
         except Exception as error:  # a process died; trials are compiled when they are timed
             failed, self.executor = [repr(error)], None
-        for error in failed[:1]:
-            print(f"not compiled ahead: {error:.300}", file=sys.stderr)
+        for text in failed[:1]:
+            print(f"not compiled ahead: {text:.300}", file=sys.stderr)
 
     def _kernel(self, trial: Trial) -> tuple[object, ...]:
         """All that the kernels of a trial depend on: not the number of tokens."""

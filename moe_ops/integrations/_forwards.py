@@ -153,7 +153,6 @@ def unfused_experts(
     w1, w2, w1_bias, w2_bias, config = weights
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     topk_weights, topk_ids, expert_map = routing
-    biases = {"w1_bias": w1_bias, "w2_bias": w2_bias}
-    routed = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
     options: dict[str, Any] = {"is_gated": experts.has_gate, "quant_config": config, "norm": norm}
-    return gated_experts(x, w1, w2, gate=gate, **biases, **routed, **options)
+    options |= {"expert_map": expert_map, "w1_bias": w1_bias, "w2_bias": w2_bias}
+    return gated_experts(x, w1, w2, topk_weights, topk_ids, gate, **options)

@@ -37,7 +37,7 @@ def sort_key(key, position, COUNT: tl.constexpr):
 
 
 @triton.jit
-def chosen_of(keys, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
+def chosen_of(keys, place, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
     """The experts of the TOPK largest keys, the smallest of these keys, the largest key left.
 
     The experts are in descending order of their keys. With MANY tokens only the `finalists` of each
@@ -48,10 +48,10 @@ def chosen_of(keys, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.co
     COUNT: tl.constexpr = keys.shape[0] * keys.shape[2] * keys.shape[3]
     if MANY and in_rounds(COUNT, TOPK):
         keys, last = finalists(keys)
-        chosen, best, left = largest(keys, slot, TOPK)
+        chosen, best, left = largest(keys, place, TOPK)
         left = tl.where(last >= best, 0x7FFFFFFF, left)
     else:
-        chosen, best, left = largest(keys, slot, TOPK)
+        chosen, best, left = largest(keys, place, TOPK)
     return EXPERTS - 1 - (chosen & (EXPERTS - 1)), best, left
 
 
@@ -73,7 +73,7 @@ def _step(dtype):
 
 @triton.jit
 def _choose_by_logits(
-    rows, slot,
+    rows, place,
     TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """The experts with the largest logits, a bound for the logits left, the sum of exponentials.
@@ -94,7 +94,7 @@ def _choose_by_logits(
     key = signed_key(logits)
     if NUM_EXPERTS != EXPERTS:  # padding below -inf, as negative NaN are
         key = tl.where(expert < NUM_EXPERTS, key, -0x80000000)
-    ids, best, left = chosen_of(sort_key(key, expert, EXPERTS), slot, TOPK, EXPERTS, MANY)
+    ids, best, left = chosen_of(sort_key(key, expert, EXPERTS), place, TOPK, EXPERTS, MANY)
     bound = left | (EXPERTS - 1)
     if STEP >= EXPERTS:
         equal = (left & -STEP) == (best & -STEP)
@@ -116,7 +116,7 @@ def _near_softmax(picked, real, total):
 
 @triton.jit
 def _choose_by_near_scores(
-    rows, bias, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    rows, bias, place, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     SCORING: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Top-k by approximate score plus bias, and a bound for the approximate sums left."""
@@ -124,13 +124,13 @@ def _choose_by_near_scores(
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
     keys = sort_key(signed_key(choice), expert, EXPERTS)
-    ids, _, left = chosen_of(keys, slot, TOPK, EXPERTS, MANY)
+    ids, _, left = chosen_of(keys, place, TOPK, EXPERTS, MANY)
     return ids, number(left | (EXPERTS - 1))[:, None, None]
 
 
 @triton.jit
 def _choose_by_scores(
-    rows, bias, expert, slot, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr
+    rows, bias, expert, place, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr
 ):
     """Top-k by exact scores, from sort keys, whose lowest bits are positions.
 
@@ -144,7 +144,7 @@ def _choose_by_scores(
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
     key = ordered(choice, bias is not None)
     keys = sort_key(key, expert, COUNT)
-    chosen, best, _ = largest(keys[None, :, :, None], slot, TOPK)
+    chosen, best, _ = largest(keys[None, :, :, None], place, TOPK)
     others = keys < best[:, None]
     left = tl.max(tl.where(others, key, -0x80000000), 1)
     least = tl.min(tl.where(others, 0x7FFFFFFF, key), 1)

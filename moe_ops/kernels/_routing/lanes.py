@@ -110,21 +110,21 @@ def _unrolled(rounds):
 
 
 @triton.jit
-def largest(keys, slot, TOPK: tl.constexpr):
+def largest(keys, place, TOPK: tl.constexpr):
     """The TOPK largest keys of each token in descending order, the last one, the largest key left.
 
     One maximum per round. Keys found in earlier rounds are skipped without changing any key: an
     addend makes the last key found the least of all modulo 2**32, and keeps the order of those
-    below it. Equal keys of ``keys`` (int32) are found together, so all should differ. ``slot``
+    below it. Equal keys of ``keys`` (int32) are found together, so all should differ. ``place``
     numbers the result's places: ``(tokens, copies, slots)``, or ``(lanes, tokens)`` by lanes.
     """
-    chosen = slot
+    chosen = place
     best = tl.zeros((keys.shape[1],), dtype=tl.int32)
     addend = best
     for j in tl.range(TOPK, loop_unroll_factor=_unrolled(TOPK)):
         most = _most(keys, addend)
         best = most - addend
-        winner = best[None, :] if len(slot.shape) == 2 else best[:, None, None]
-        chosen = tl.where(slot == j, winner, chosen)
+        winner = best[None, :] if len(place.shape) == 2 else best[:, None, None]
+        chosen = tl.where(place == j, winner, chosen)
         addend = (-0x80000000 + addend) - most
     return chosen, best, _most(keys, addend) - addend
