@@ -88,8 +88,8 @@ def quantize_(
         target.check(scheme)
     scales = _calibrated(model, targets, scheme, calibrate)
     pairs = list(zip(targets, scales, strict=True))
-    for target, given in _shown(pairs, "quantizing", progress=progress):
-        target.quantize(scheme, given)
+    for target, peaks in _shown(pairs, "quantizing", progress=progress):
+        target.quantize(scheme, peaks)
     kinds: list[type[Target]] = list({type(target): None for target in targets})
     for kind in kinds:
         kind.finish(model)
@@ -104,12 +104,12 @@ def targets_of(model: nn.Module) -> Iterator[Target]:
     """
     if any(_is_of_transformers(module) for module in model.modules()):
         import_module("moe_ops.integrations.transformers")
-    found = {target.name: target for finder in FINDERS for target in finder(model)}
+    targets = {target.name: target for finder in FINDERS for target in finder(model)}
     for name, _ in model.named_modules():
         parts = name.split(".")
         outer = (".".join(parts[:i]) for i in range(len(parts)))
-        if name in found and (not name or not any(path in found for path in outer)):
-            yield found[name]
+        if name in targets and (not name or not any(path in targets for path in outer)):
+            yield targets[name]
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
