@@ -24,10 +24,13 @@ def cases(layer: Layer) -> Iterator[Case]:
     yield case("swigluoai", gate_up)
     yield case("relu2_no_mul", gate)
     ids, experts = layer.inputs.topk_ids, layer.problem.num_experts
-    backward = (gate, gate_up, layer.inputs.topk_weights, ids, None, experts, "silu", True)
-    moved = nbytes(*backward[:4], gate_up, gate)
+    weights = layer.inputs.topk_weights
     yield Case(
-        "moe_activation_backward:silu", lambda: ops.moe_activation_backward(*backward), moved
+        "moe_activation_backward:silu",
+        lambda: ops.moe_activation_backward(
+            gate, gate_up, weights, ids, None, experts, "silu", True
+        ),
+        nbytes(gate, gate_up, weights, ids, gate_up, gate),
     )
 
 

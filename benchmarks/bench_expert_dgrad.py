@@ -23,10 +23,11 @@ def cases(layer: Layer) -> Iterator[Case]:
         if packs(scheme, width, x.shape[1]):
             forms[f"{scheme}:packed"] = pack_weight(q, scheme)
         for name, form in forms.items():
-            arguments = (dy, *form, [plan, ids, None], 1, scheme)
             yield Case(
                 f"expert_dgrad:{name}",
-                lambda arguments=arguments: ops.expert_dgrad(*arguments),
+                lambda form=form, plan=plan, scheme=scheme: ops.expert_dgrad(
+                    dy, *form, [plan, ids, None], 1, scheme
+                ),
                 nbytes(dy, q.data, q.scale) + ids.numel() * x.shape[1] * x.itemsize,
             )
 

@@ -46,10 +46,9 @@ def _adapter(layer: Layer, w: Tensor, slots: int) -> Case:
     b, out = w.new_ones((experts, n, rank)), w.new_zeros((slots, n))
     tiles = [ops.plan_slots(ids, None, experts, "unquantized", w.dtype), ids, None]
     moved = nbytes(low, b[: layer.inputs.num_active]) + 2 * nbytes(out)
-    arguments = (low, [b], None, tiles, 1)
     return Case(
         "expert_product.out:w1",
-        lambda: ops.expert_product_out(*arguments, out=out),
+        lambda: ops.expert_product_out(low, [b], None, tiles, 1, out=out),
         moved,
         2 * slots * n * rank,
     )

@@ -16,11 +16,18 @@ def cases(layer: Layer) -> Iterator[Case]:
     like = {"dtype": x.dtype, "device": x.device}
     dy, bias = torch.randn((ids.numel(), width), **like), torch.randn((experts, x.shape[1]), **like)
     plan = ops.plan_slots(ids, None, experts, "unquantized", x.dtype)
-    how = ([plan, ids, None], experts, "unquantized")
     moved = nbytes(dy, x, ids) + experts * width * x.shape[1] * x.itemsize
 
-    yield Case("expert_wgrad", lambda: ops.expert_wgrad(dy, x, None, *how, x.dtype), moved)
-    yield Case("expert_bias_grad", lambda: ops.expert_bias_grad(dy, None, *how), nbytes(dy, ids))
+    yield Case(
+        "expert_wgrad",
+        lambda: ops.expert_wgrad(dy, x, None, [plan, ids, None], experts, "unquantized", x.dtype),
+        moved,
+    )
+    yield Case(
+        "expert_bias_grad",
+        lambda: ops.expert_bias_grad(dy, None, [plan, ids, None], experts, "unquantized"),
+        nbytes(dy, ids),
+    )
     yield Case(
         "slot_products",
         lambda: ops.slot_products(x, bias, ids, None, experts, True),

@@ -104,12 +104,13 @@ class Part(NamedTuple):
     def row(self, case: tuple[str, int, str], **facts: Any) -> ModelRow:
         """The row of a case."""
         phase, m, mode = case
-        key = (self.model, self.layers, phase, m, self.scheme, self.impl.name, mode)
-        return ModelRow(*key, **facts)
+        return ModelRow(
+            self.model, self.layers, phase, m, self.scheme, self.impl.name, mode, **facts
+        )
 
 
-def planned(args: argparse.Namespace, known: set[tuple[Any, ...]]) -> Iterator[Part]:
-    """The parts in order, without cases whose keys are ``known``."""
+def planned(args: argparse.Namespace, measured: set[tuple[Any, ...]]) -> Iterator[Part]:
+    """The parts in order, without cases whose keys are ``measured``."""
     phases = [("decode", batch) for batch in args.batches]
     phases += [("prefill", tokens) for tokens in args.prefill]
     for model, scheme, impl in product(args.models, args.schemes, args.impls):
@@ -123,7 +124,7 @@ def planned(args: argparse.Namespace, known: set[tuple[Any, ...]]) -> Iterator[P
         cases = ((phase, m, mode) for (phase, m), mode in product(phases, args.modes))
         for case in cases:
             row = part.row(case)
-            if tuple(getattr(row, name) for name in MODEL_KEY) not in known:
+            if tuple(getattr(row, name) for name in MODEL_KEY) not in measured:
                 part.cases.append(case)
         if part.cases:
             yield part

@@ -78,8 +78,9 @@ class Case(NamedTuple):
         """The record row of a number measured for an implementation."""
         name, tokens = self.experts.scheme.name, len(self.inputs.x)
         scheme = "bf16" if name == "unquantized" else name
-        key = (scheme, self.problem.name, tokens, impl, self.routing, measure)
-        return Overhead(*key, value, **rest)
+        return Overhead(
+            scheme, self.problem.name, tokens, impl, self.routing, measure, value, **rest
+        )
 
 
 def host_time(case: Case, impl: str, call: Call) -> Overhead:
@@ -107,10 +108,15 @@ def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
     told = {}
     if impl == "moe_ops":
         told["workspace_nbytes"] = moe_ops.workspace_nbytes(
-            len(case.inputs.x), problem.hidden_size, problem.intermediate_size,
-            problem.num_experts, problem.top_k, case.inputs.x.dtype,
-            scheme=case.experts.scheme.name, device="cpu" if device.type == "cpu" else None,
-        )  # fmt: skip
+            len(case.inputs.x),
+            problem.hidden_size,
+            problem.intermediate_size,
+            problem.num_experts,
+            problem.top_k,
+            case.inputs.x.dtype,
+            scheme=case.experts.scheme.name,
+            device="cpu" if device.type == "cpu" else None,
+        )
     return case.row(impl, "peak_bytes", peak_bytes(call, device), config=told)
 
 
@@ -142,9 +148,13 @@ def cold_rows(case: Case, impl: str) -> Iterator[Overhead]:
             "TRITON_CACHE_DIR": f"{caches}/triton",
         }
         done = subprocess.run(
-            list(map(str, command)), env={**os.environ, **environment}, check=True, text=True,
-            stdout=subprocess.PIPE, timeout=COLD_TIMEOUT_S,
-        )  # fmt: skip
+            list(map(str, command)),
+            env={**os.environ, **environment},
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            timeout=COLD_TIMEOUT_S,
+        )
     for measure, value in json.loads(done.stdout.splitlines()[-1]).items():
         yield case.row(impl, measure, value)
 

@@ -26,10 +26,20 @@ def cases(layer: Layer) -> Iterator[Case]:
     (window,) = allocate_here(layout, x.device, TIMEOUT)
     where, holders = (window.peers, window.state), ids.new_zeros(experts, dtype=torch.int32)
     quant = None if layer.scheme == "bf16" else get_scheme(layer.scheme).activation
-    rest = (tokens, experts, False, "" if quant is None else quant.key)
 
     def send() -> tuple:
-        return ops.symmetric_send(x, None, weights, ids, holders, *where, *rest)
+        return ops.symmetric_send(
+            x,
+            None,
+            weights,
+            ids,
+            holders,
+            *where,
+            tokens,
+            experts,
+            False,
+            "" if quant is None else quant.key,
+        )
 
     yield Case("symmetric_send", send, nbytes(x, weights, ids, send()))
 

@@ -27,12 +27,23 @@ def cases(layer: Layer) -> Iterator[Case]:
     layout = WindowLayout(1, tokens, width, ids.shape[1], x.itemsize, experts)
     (window,) = allocate_here(layout, x.device, TIMEOUT)
     held = torch.arange(experts, dtype=torch.int32, device=x.device)
-    where = (torch.stack([held * 0, held]), held, window.peers, window.state, tokens)
     quant = None if layer.scheme == "bf16" else get_scheme(layer.scheme).activation
     key = "" if quant is None else quant.key
 
     def send() -> tuple:
-        return ops.symmetric_send_batched(x, None, weights, ids, *where, False, key)
+        return ops.symmetric_send_batched(
+            x,
+            None,
+            weights,
+            ids,
+            torch.stack([held * 0, held]),
+            held,
+            window.peers,
+            window.state,
+            tokens,
+            False,
+            key,
+        )
 
     yield Case("symmetric_send_batched", send, nbytes(x, weights, ids) + ids.numel() * x[0].nbytes)
 

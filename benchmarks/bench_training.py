@@ -162,23 +162,23 @@ def make_case(case: Case, rank: int) -> Case:
 def moe_ops_trained(case: Case) -> Differentiable:
     """This library."""
     experts, inputs = case.experts, case.inputs
-    given = {"w1": experts.w1, "w2": experts.w2, **inputs._asdict(), **case.factors}
-    leaves = {name: given[name].detach().requires_grad_() for name in TRAINED[case.trained]}
-    given.update(leaves)
-    how: dict[str, Any] = {"quant_config": experts.quant_config}
+    tensors = {"w1": experts.w1, "w2": experts.w2, **inputs._asdict(), **case.factors}
+    leaves = {name: tensors[name].detach().requires_grad_() for name in TRAINED[case.trained]}
+    tensors.update(leaves)
+    keywords: dict[str, Any] = {"quant_config": experts.quant_config}
     if case.factors:
-        pairs = ((given["a1"], given["b1"]), (given["a2"], given["b2"]))
-        how["lora"] = ExpertLora(*pairs, scaling=SCALING)
-    arguments = [given[name] for name in ("x", "w1", "w2", "topk_weights", "topk_ids")]
-    return Differentiable(lambda: moe_ops.fused_experts(*arguments, **how), leaves)
+        pairs = ((tensors["a1"], tensors["b1"]), (tensors["a2"], tensors["b2"]))
+        keywords["lora"] = ExpertLora(*pairs, scaling=SCALING)
+    arguments = [tensors[name] for name in ("x", "w1", "w2", "topk_weights", "topk_ids")]
+    return Differentiable(lambda: moe_ops.fused_experts(*arguments, **keywords), leaves)
 
 
 def grouped_mm_trained(case: Case) -> Differentiable:
     """The experts function `grouped_mm` of transformers, with adapters as PEFT runs them."""
-    how = ("grouped_mm", case.experts, case.inputs)
+    layer = ("grouped_mm", case.experts, case.inputs)
     if case.factors:
-        return hf_adapted(*how, case.factors, SCALING)
-    return hf_trained(*how, frozen=case.trained == "frozen")
+        return hf_adapted(*layer, case.factors, SCALING)
+    return hf_trained(*layer, frozen=case.trained == "frozen")
 
 
 def peer_trained(peer: TrainedPeer, case: Case) -> Differentiable:
@@ -215,16 +215,16 @@ def runs(impl: str, mode: str, case: Case) -> bool:
 def step(layer: Differentiable, grad: Tensor) -> dict[str, Tensor]:
     """Forward and backward: the output as ``out``, and the gradients by name."""
     out = layer.forward()
-    found = torch.autograd.grad(out, list(layer.leaves.values()), grad)
-    return {"out": out.detach(), **dict(zip(layer.leaves, found, strict=True))}
+    gradients = torch.autograd.grad(out, list(layer.leaves.values()), grad)
+    return {"out": out.detach(), **dict(zip(layer.leaves, gradients, strict=True))}
 
 
 def saved_bytes(layer: Differentiable, case: Case) -> int:
     """Bytes of storages that autograd holds after forward, without weights and given adapters."""
     experts, config = case.experts, case.experts.quant_config
-    given = [experts.w1, experts.w2, *case.factors.values()]
-    given += [] if config is None else [t for t in config.tensors if t is not None]
-    weights = set(map(_address, given))
+    operands = [experts.w1, experts.w2, *case.factors.values()]
+    operands += [] if config is None else [t for t in config.tensors if t is not None]
+    weights = set(map(_address, operands))
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -259,8 +259,8 @@ def expected(case: Case, tokens: Tensor, expert: int) -> dict[str, Tensor]:
         row, slot = (ids == number).nonzero(as_tuple=True)
         y = _through(_parts(case, number), x[row], weights[row, slot])
         out = out.index_add(0, row, y)
-    found = torch.autograd.grad(out, (x, weights), case.grad[tokens].float())
-    of_tokens = dict(zip(("out", "x", "topk_weights"), (out.detach(), *found), strict=True))
+    gradients = torch.autograd.grad(out, (x, weights), case.grad[tokens].float())
+    of_tokens = dict(zip(("out", "x", "topk_weights"), (out.detach(), *gradients), strict=True))
     if case.trained == "frozen":
         return of_tokens
     row, slot = (inputs.topk_ids == expert).nonzero(as_tuple=True)
@@ -287,7 +287,7 @@ def _through(parts: dict[str, Tensor], x: Tensor, weights: Tensor) -> Tensor:
     return weights[:, None] * ((torch.nn.functional.silu(gate) * up) @ w2.t())
 
 
-def errors_of(case: Case, found: dict[str, Tensor]) -> dict[str, float]:
+def errors_of(case: Case, results: dict[str, Tensor]) -> dict[str, float]:
     """Relative errors of the output and of every gradient, on sampled tokens and one expert.
 
     Raises:
@@ -299,7 +299,7 @@ def errors_of(case: Case, found: dict[str, Tensor]) -> dict[str, float]:
     expert = int(case.inputs.topk_ids[0, 0])
     errors = {}
     for name, exact in expected(case, tokens, expert).items():
-        actual = found[name]
+        actual = results[name]
         if not actual.isfinite().all():
             raise ArithmeticError(f"{name} must be finite")
         errors[name] = relative_error(_sampled(name, actual, tokens, expert), exact)
@@ -311,11 +311,11 @@ def errors_of(case: Case, found: dict[str, Tensor]) -> dict[str, float]:
     return errors
 
 
-def _sampled(name: str, found: Tensor, tokens: Tensor, expert: int) -> Tensor:
+def _sampled(name: str, result: Tensor, tokens: Tensor, expert: int) -> Tensor:
     """The part of a result that `expected` computes."""
     if name in ("out", "x", "topk_weights"):
-        return found[tokens]
-    return found[expert] if name in ("w1", "w2") else found[0, expert]
+        return result[tokens]
+    return result[expert] if name in ("w1", "w2") else result[0, expert]
 
 
 # Measurements
@@ -343,12 +343,15 @@ def rows_of(case: Case, impl: str, modes: Sequence[str]) -> Iterator[TrainingRow
     config: dict[str, Any] = {"active_experts": case.inputs.num_active, "flops": case.flops}
     if case.factors:
         config["rank"] = case.factors["a1"].shape[2]
-    key = (case.scheme, case.problem.name, len(case.inputs.x), impl, case.routing)
     for mode in modes:
         timing = measure(call, device, captured=mode == "captured")
         errors = errors_of(case, timing.output)
         yield TrainingRow(
-            *key,
+            case.scheme,
+            case.problem.name,
+            len(case.inputs.x),
+            impl,
+            case.routing,
             *timing[:4],
             rel_err=max(errors.values()),
             floor_us=floor_us(case.nbytes, case.flops),
@@ -404,9 +407,13 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     }  # fmt: skip
     for option, (dest, read, default, text) in lists.items():
         command.add_argument(
-            option, dest=dest, type=one_or_more(read), default=default, metavar="NAME,..",
+            option,
+            dest=dest,
+            type=one_or_more(read),
+            default=default,
+            metavar="NAME,..",
             help=f"{text}(default: %(default)s)",
-        )  # fmt: skip
+        )
     command.add_argument("--rank", type=int, default=16, help="of the adapter (default: 16)")
     args = command.parse_args(arguments)
     if args.rank < 1:

@@ -14,12 +14,19 @@ def cases(layer: Layer) -> Iterator[Case]:
     x, weights, ids, _ = layer.inputs
     rows = torch.randn((*ids.shape, x.shape[1]), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    arguments = (rows, weights, ids, None, None, layer.problem.num_experts)
     moved = nbytes(rows, weights, ids, out)
 
-    yield Case("moe_fused_mul_sum", lambda: ops.moe_fused_mul_sum(*arguments), moved)
     yield Case(
-        "moe_fused_mul_sum.out", lambda: ops.moe_fused_mul_sum_out(*arguments, out=out), moved
+        "moe_fused_mul_sum",
+        lambda: ops.moe_fused_mul_sum(rows, weights, ids, None, None, layer.problem.num_experts),
+        moved,
+    )
+    yield Case(
+        "moe_fused_mul_sum.out",
+        lambda: ops.moe_fused_mul_sum_out(
+            rows, weights, ids, None, None, layer.problem.num_experts, out=out
+        ),
+        moved,
     )
 
 

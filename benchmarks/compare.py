@@ -82,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--impl", default="moe_ops", help="whose rows (default: %(default)s)")
     args = parser.parse_args(arguments)
     path = args.record or find_record(RESULTS)
-    for given in (path, args.targets):
-        if not given.is_file():
-            parser.error(f"no such file: {given}")
+    for path_given in (path, args.targets):
+        if not path_given.is_file():
+            parser.error(f"no such file: {path_given}")
     record = json.loads(path.read_text())
     targets = json.loads(args.targets.read_text())
     cells = compared(record, targets, args.impl)

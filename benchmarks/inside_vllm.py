@@ -44,8 +44,8 @@ WORK = layer.Work("inside_vllm.json", time_case, layer.print_times)
 
 def main() -> int:
     """Run the layer benchmark on what is installed, and return its exit status."""
-    given = sys.argv[1:]
-    names = {argument.partition("=")[0] for argument in given}
+    passed = sys.argv[1:]
+    names = {argument.partition("=")[0] for argument in passed}
     for name in IMPLS:
         lacks = PEERS[name].missing()
         if lacks:
@@ -55,7 +55,7 @@ def main() -> int:
         return 1
     if {"--config", "--sizes"} & names:
         names.add("--model")
-    arguments = [*given]
+    arguments = [*passed]
     for name, value in {**DEFAULTS, "--impls": ",".join(usable)}.items():
         if name not in names:
             arguments += [name, value]

@@ -43,8 +43,8 @@ def title(model: str, layers: int, rows: list[Record]) -> str:
 
 def impls_of(rows: list[Record]) -> list[tuple[str, str]]:
     """Schemes with implementations: bf16 first, and of each scheme this library first."""
-    found = {(row["scheme"], row["impl"]) for row in rows}
-    return sorted(found, key=lambda pair: (pair[0] != "bf16", pair[0], pair[1] != OURS, pair[1]))
+    pairs = {(row["scheme"], row["impl"]) for row in rows}
+    return sorted(pairs, key=lambda pair: (pair[0] != "bf16", pair[0], pair[1] != OURS, pair[1]))
 
 
 def cases_of(rows: list[Record]) -> list[tuple[str, int]]:

@@ -39,59 +39,59 @@ def cells(record: Record) -> list[Cell]:
         if row["routing"] == "uniform" and row["M"] in TOKENS:
             key = (row["scheme"], row["shape"], row["M"])
             times.setdefault(key, {})[row["impl"]] = row["time_us"]
-    found = []
+    compared = []
     for key, of in sorted(times.items()):
         peers = {impl: time for impl, time in of.items() if not is_ours(impl)}
         if peers and OURS in of:
             best = min(peers, key=lambda impl: peers[impl])
-            found.append(Cell(*key, best, of[OURS] / peers[best]))
-    return found
+            compared.append(Cell(*key, best, of[OURS] / peers[best]))
+    return compared
 
 
 def summary(record: Record) -> list[str]:
     """The README's parts: a line per scheme, one for untuned layers, and where a peer is faster."""
-    found = cells(record)
-    tuned = [cell for cell in found if not _untuned(cell)]
+    compared = cells(record)
+    tuned = [cell for cell in compared if not _untuned(cell)]
     groups = [(f"`{name}`", [c for c in tuned if c.scheme == name]) for name in _schemes(tuned)]
-    groups.append(("all schemes", [cell for cell in found if _untuned(cell)]))
+    groups.append(("all schemes", [cell for cell in compared if _untuned(cell)]))
     lines = [_line(name, mine) for name, mine in groups if mine]
     if not lines:
         return []
     table = markdown(["tokens:", *map(str, TOKENS)], lines, labels=1)
-    return [LEGEND.replace("\n", " "), table, in_words(found, MOST_NAMED)]
+    return [LEGEND.replace("\n", " "), table, in_words(compared, MOST_NAMED)]
 
 
 def report(records: list[Record]) -> str:
     """The docs' tables: a heading per GPU and scheme, a line per layer, and all cells lost."""
     parts = [CELL_LEGEND]
     for record in records:
-        found = cells(record)
-        if not found:
+        compared = cells(record)
+        if not compared:
             continue
-        parts += [f"### {record['gpu']} beside peers", in_words(found)]
-        for scheme in _schemes(found):
-            mine = [cell for cell in found if cell.scheme == scheme]
+        parts += [f"### {record['gpu']} beside peers", in_words(compared)]
+        for scheme in _schemes(compared):
+            mine = [cell for cell in compared if cell.scheme == scheme]
             parts += [f"#### {record['gpu']} beside peers: {scheme}", _table(mine)]
     return "\n\n".join(parts)
 
 
-def in_words(found: list[Cell], most: int | None = None) -> str:
+def in_words(compared: list[Cell], most: int | None = None) -> str:
     """A sentence with the cells in which a peer is faster, those with the largest ratio first."""
-    lost = sorted((cell for cell in found if cell.ratio > 1), key=lambda cell: -cell.ratio)
+    lost = sorted((cell for cell in compared if cell.ratio > 1), key=lambda cell: -cell.ratio)
     if not lost:
-        return f"No peer is faster in any of the {len(found)} cells."
+        return f"No peer is faster in any of the {len(compared)} cells."
     named = [
         f"`{c.scheme}` of {c.shape} with {c.tokens} tokens ({c.ratio:.2f}, {c.peer})"
         for c in lost[:most]
     ]
     more = len(lost) - len(named)
     listed = "; ".join(named) + (f"; and {more} more" if more else "")
-    return f"A peer is faster in {len(lost)} of the {len(found)} cells: {listed}."
+    return f"A peer is faster in {len(lost)} of the {len(compared)} cells: {listed}."
 
 
-def _schemes(found: list[Cell]) -> list[str]:
+def _schemes(compared: list[Cell]) -> list[str]:
     """The schemes of cells, ``bf16`` first."""
-    return sorted({cell.scheme for cell in found}, key=lambda scheme: (scheme != "bf16", scheme))
+    return sorted({cell.scheme for cell in compared}, key=lambda scheme: (scheme != "bf16", scheme))
 
 
 def _untuned(cell: Cell) -> bool:

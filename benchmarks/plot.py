@@ -76,9 +76,13 @@ def plot_models(record: dict[str, Any], folder: Path) -> None:
         cases, impls = models_report.cases_of(mine), models_report.impls_of(mine)
         names = [impl if scheme == "bf16" else f"{impl}, {scheme}" for scheme, impl in impls]
         figure, axes = plt.subplots(
-            1, len(cases), figsize=(2.5 + 3 * len(cases), 1 + 0.35 * len(impls)), squeeze=False,
-            sharey=True, layout="constrained",
-        )  # fmt: skip
+            1,
+            len(cases),
+            figsize=(2.5 + 3 * len(cases), 1 + 0.35 * len(impls)),
+            squeeze=False,
+            sharey=True,
+            layout="constrained",
+        )
         for axis, (phase, m) in zip(axes.flat, cases, strict=True):
             part = [row for row in mine if (row["phase"], row["M"]) == (phase, m)]
             speed = {(row["scheme"], row["impl"]): row["tokens_per_s"] for row in part}

@@ -114,9 +114,10 @@ def draw(record: Record) -> Any:
     )
     least, most = (extreme(row["kl"] for row in rows) for extreme in (min, max))
     axes[0, 0].set(
-        yscale="log", ylim=(least / 1.7, most * 1.7),
+        yscale="log",
+        ylim=(least / 1.7, most * 1.7),
         ylabel="KL divergence to the unquantized model (nats)",
-    )  # fmt: skip
+    )
     figure.suptitle(
         f"The demo's model on {record['tokens']:,} held-out tokens; "
         f"bfloat16 experts take {unquantized_kib(record):.0f} KiB"
@@ -138,13 +139,13 @@ def unquantized_kib(record: Record) -> float:
 
 def clusters(rows: list[Record]) -> list[list[Record]]:
     """Group rows that take about the same memory."""
-    found: list[list[Record]] = []
+    groups: list[list[Record]] = []
     for row in sorted(rows, key=lambda row: row["bytes_per_expert"]):
-        if found and row["bytes_per_expert"] < 1.2 * found[-1][0]["bytes_per_expert"]:
-            found[-1].append(row)
+        if groups and row["bytes_per_expert"] < 1.2 * groups[-1][0]["bytes_per_expert"]:
+            groups[-1].append(row)
         else:
-            found.append([row])
-    return found
+            groups.append([row])
+    return groups
 
 
 def _label(axis: Any, rows: list[Record]) -> None:
@@ -161,9 +162,13 @@ def _label(axis: Any, rows: list[Record]) -> None:
         color = list(COLORS.values())[not alone]
         axis.plot(size, row["kl"], "o", color=color)
         axis.annotate(
-            row["scheme"], (size, row["kl"]), (column, math.exp(place)), va="center", fontsize=9,
+            row["scheme"],
+            (size, row["kl"]),
+            (column, math.exp(place)),
+            va="center",
+            fontsize=9,
             arrowprops={"arrowstyle": "-", "color": color, "lw": 0.6, "relpos": (0, 0.5)},
-        )  # fmt: skip
+        )
 
 
 def spread(places: list[float], gap: float) -> list[float]:

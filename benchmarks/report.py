@@ -60,8 +60,8 @@ decode, and of a prompt of 4096 tokens; one step replayed from a CUDA graph."""
 
 def read_records(results: Path, name: str = "layer.json") -> list[Record]:
     """The records called ``name`` of every GPU under ``results``, the fullest first."""
-    found = [json.loads(path.read_text()) for path in sorted(results.glob(f"*/{name}"))]
-    return sorted(found, key=lambda record: -len(record["rows"]))
+    records = [json.loads(path.read_text()) for path in sorted(results.glob(f"*/{name}"))]
+    return sorted(records, key=lambda record: -len(record["rows"]))
 
 
 def report(records: list[Record]) -> str:
@@ -150,10 +150,10 @@ def _headline(record: Record) -> list[str]:
 
     lines = []
     for label, pair in HEADLINE.items():
-        found = [ratios(*pair, m) for m in TOKENS]
-        if any(found):
-            where = _where({s for column in found for s in column}, len(shapes))
-            means = [f"{geometric_mean(list(c.values())):.2f}" if c else "-" for c in found]
+        by_tokens = [ratios(*pair, m) for m in TOKENS]
+        if any(by_tokens):
+            where = _where({s for column in by_tokens for s in column}, len(shapes))
+            means = [f"{geometric_mean(list(c.values())):.2f}" if c else "-" for c in by_tokens]
             lines.append([label + where, *means])
     peers = _peers_of(rows, len(shapes))
     told = (
@@ -178,8 +178,8 @@ def _models_headline(record: Record) -> list[str]:
     with_peer = {key[:2] for key in impls if not is_ours(key[2])}
 
     def cell(key: tuple[str, ...], case: tuple[str, int]) -> str:
-        found = speed.get((*key, *case))
-        return "-" if found is None else f"{found:,.0f}"
+        measured = speed.get((*key, *case))
+        return "-" if measured is None else f"{measured:,.0f}"
 
     lines = [
         [model, f"`{scheme}`", impl, *(cell((model, scheme, impl), case) for case in cases)]
@@ -276,9 +276,9 @@ def _overheads(rows: list[Record]) -> str:
     order = list(OVERHEADS)
     lines, before = [], None
     for shape, measure, tokens in sorted(cells, key=lambda c: (c[0], order.index(c[1]), c[2])):
-        found = cells[shape, measure, tokens]
+        by_impl = cells[shape, measure, tokens]
         name = shape if shape != before else ""
-        each = [found.get(impl, "-") for impl in impls]
+        each = [by_impl.get(impl, "-") for impl in impls]
         lines.append([name, OVERHEADS[measure], str(tokens), *each])
         before = shape
     return markdown(["shape", "", "tokens", *impls], lines, labels=2)

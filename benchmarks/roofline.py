@@ -125,9 +125,11 @@ def plot(rows: list[dict[str, Any]], gpu: str, title: str, path: Path) -> None:
         if roof:
             _draw_roof(axis, roof, rate, [point.work.intensity for point in points])
         axis.set(
-            xscale="log", yscale="log", ylabel=f"reached ({unit})",
+            xscale="log",
+            yscale="log",
+            ylabel=f"reached ({unit})",
             xlabel="arithmetic intensity (FLOP per byte that must move)",
-        )  # fmt: skip
+        )
         for numbers in (axis.xaxis, axis.yaxis):
             numbers.set_major_formatter(_tick)
             numbers.set_minor_formatter(_tick)
@@ -151,10 +153,13 @@ def _draw(points: list[Point], axis: Any, rate: str, shapes: list[str], impls: l
     for impl in impls:
         mine = [point for point in points if point.impl == impl]
         axis.plot(
-            [point.work.intensity for point in mine], [getattr(point, rate) for point in mine],
-            linewidth=1, linestyle="-" if impl == OURS else "",
-            color=color(shapes.index(points[0].shape)), **marker(impl, impls),
-        )  # fmt: skip
+            [point.work.intensity for point in mine],
+            [getattr(point, rate) for point in mine],
+            linewidth=1,
+            linestyle="-" if impl == OURS else "",
+            color=color(shapes.index(points[0].shape)),
+            **marker(impl, impls),
+        )
 
 
 def color(number: int) -> str:

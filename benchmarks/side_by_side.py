@@ -81,26 +81,26 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,64,512,4096,16384")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    cells = list(product(given.scheme.split(","), map(int, given.tokens.split(","))))
+    options = parser.parse_args()
+    cells = list(product(options.scheme.split(","), map(int, options.tokens.split(","))))
     rows: list[dict[str, Any]] = []
-    for problem in map(find_problem, given.model.split(",")):
+    for problem in map(find_problem, options.model.split(",")):
         sizes = [problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size]
-        both = [Served(checkout, [sizes, "silu", cells]) for checkout in given.checkouts]
+        both = [Served(checkout, [sizes, "silu", cells]) for checkout in options.checkouts]
         for served in both:
             served.ready()
         for i, (scheme, tokens) in enumerate(cells):
-            found = compare(both, i, tokens, given.rounds)
-            if found["ratio"] > AGAIN:
-                found = {**compare(both, i, tokens, MORE_ROUNDS), "first_ratio": found["ratio"]}
-            rows.append({"shape": problem.name, "scheme": scheme, "M": tokens, **found})
-            print(f"{problem.name:16s}{scheme:18s}{tokens:6d}  {found['ratio']:.3f}", flush=True)
+            row = compare(both, i, tokens, options.rounds)
+            if row["ratio"] > AGAIN:
+                row = {**compare(both, i, tokens, MORE_ROUNDS), "first_ratio": row["ratio"]}
+            rows.append({"shape": problem.name, "scheme": scheme, "M": tokens, **row})
+            print(f"{problem.name:16s}{scheme:18s}{tokens:6d}  {row['ratio']:.3f}", flush=True)
         for served in both:
             served.close()
     ratios = [row["ratio"] for row in rows]
     print(f"geometric mean {geometric_mean(ratios):.4f}, largest {max(ratios):.3f}")
-    if given.output:
-        given.output.write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1) + "\n")
+    if options.output:
+        options.output.write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ class Layer:
     def _gemm(self, call: Call, problem: GemmProblem, number: int) -> Case:
         """The first or second expert GEMM: only the weights of experts with tokens are read."""
         num_experts, rows, k = problem.weight
-        given = zip(call.operator._schema.arguments, call.args, strict=False)
-        weights = nbytes([x for argument, x in given if argument.name == "weight"])
+        passed = zip(call.operator._schema.arguments, call.args, strict=False)
+        weights = nbytes([x for argument, x in passed if argument.name == "weight"])
         rest = nbytes(call.args, call.out) - weights
         return Case(
             name=call.name if problem.summed else f"{call.name}:w{number}",

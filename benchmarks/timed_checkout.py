@@ -44,7 +44,7 @@ class Layer:
             if quant is None:
                 data.append(raw.view(torch.bfloat16).view(experts, n, k))
                 continue
-            width = k // 2 if quant.element.packed else k
+            width = quant.data_width(k)
             data.append(raw[: experts * n * width].view(quant.dtype).view(experts, n, width))
             value, dtype = 2e-3, torch.bfloat16 if quant.scale == "input" else torch.float32
             if quant.scale == "e8m0":
@@ -56,11 +56,11 @@ class Layer:
 
     def call(self, scheme: str, tokens: int) -> Any:
         """What is timed: the replay of a graph, or on a CPU the call itself."""
-        given = {"device": self.device}
+        on_device = {"device": self.device}
         w1, w2, config = self.weights(scheme)
-        generator = torch.Generator(**given).manual_seed(tokens)
-        x = torch.randn(tokens, self.hidden, generator=generator, **given).bfloat16()
-        logits = torch.randn(tokens, self.num_experts, generator=generator, **given)
+        generator = torch.Generator(**on_device).manual_seed(tokens)
+        x = torch.randn(tokens, self.hidden, generator=generator, **on_device).bfloat16()
+        logits = torch.randn(tokens, self.num_experts, generator=generator, **on_device)
 
         def run() -> Any:
             options = {"quant_config": config, "activation": self.activation}

@@ -293,9 +293,13 @@ def _call(
 ) -> Callable[[], Tensor]:
     def call() -> Tensor:
         out = model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True,
-            logits_to_keep=1, **masks,
-        )  # fmt: skip
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **masks,
+        )
         return out.logits[:, -1]
 
     return call

@@ -66,6 +66,6 @@ def _rows(x: Tensor, rows: int, width: int, quant: str) -> tuple[Tensor, Tensor]
 
 
 def check_width(width: int, rule: Quant) -> None:
-    """ValueError for packed 4-bit rows with an odd number of columns."""
-    if rule.element.packed and width % 2:
+    """ValueError for 4-bit rows with an odd number of columns."""
+    if width % rule.element.values_per_byte:
         raise ValueError(f"x must have an even number of columns for 4-bit elements, got {width}")

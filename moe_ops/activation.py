@@ -37,11 +37,11 @@ class MoEActivation(Enum):
     def from_str(cls, name: str) -> MoEActivation:
         """The activation called ``name``, aliases included; ValueError for an unknown one."""
         checks.instance("activation", name, str)
-        found = _BY_NAME.get(name)
-        if found is None:
+        member = _BY_NAME.get(name)
+        if member is None:
             hint = checks.did_you_mean(name, _BY_NAME, _MEANT)
             raise ValueError(f"activation must be one of {sorted(_BY_NAME)}, got {name!r}{hint}")
-        return found
+        return member
 
     @property
     def is_gated(self) -> bool:
@@ -210,8 +210,8 @@ class Activation:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"activation {name} must be positive, got {value}")
-        given = [(n, getattr(self, n)) for n in _SETTINGS if getattr(self, n) is not None]
-        text = ",".join(f"{name}={float(value)!r}" for name, value in given)
+        settings = [(n, getattr(self, n)) for n in _SETTINGS if getattr(self, n) is not None]
+        text = ",".join(f"{name}={float(value)!r}" for name, value in settings)
         key = f"{self.kind.value}({text})" if text else self.kind.value
         object.__setattr__(self, "key", key)
 

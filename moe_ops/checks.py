@@ -49,7 +49,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             return
         try:
             key = described((*arguments, *named.items()))
-            known = key in passed
+            has_passed = key in passed
         # An unhashable value or a tensor without strides: symbolic, or the check will raise.
         except (TypeError, RuntimeError) as error:
             if "as a constant" in str(error):  # the tracer's own error, after which it is gone
@@ -57,7 +57,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             not_traced()
             check(*arguments, **named)
             return
-        if not known:
+        if not has_passed:
             not_traced()
             check(*arguments, **named)
             if len(passed) >= REMEMBERED:
@@ -72,17 +72,17 @@ def described(arguments: Iterable[Any]) -> tuple[Any, ...]:
 
     Other values come with their types, since ``True == 1 == 1.0``.
     """
-    found: list[Any] = []
+    parts: list[Any] = []
     for x in arguments:
         if x is None or x is True or x is False:
-            found.append(x)
+            parts.append(x)
         elif isinstance(x, Tensor):
-            found += (x.shape, x.stride(), x.dtype, x.device)
+            parts += (x.shape, x.stride(), x.dtype, x.device)
         elif isinstance(x, (list, tuple)):
-            found.append(described(x))
+            parts.append(described(x))
         else:
-            found.append((x.__class__, x))
-    return tuple(found)
+            parts.append((x.__class__, x))
+    return tuple(parts)
 
 
 def not_traced() -> None:
@@ -263,27 +263,27 @@ def topk(name: str, k: int, num_experts: int) -> None:
         raise ValueError(f"{name} must be between 1 and the {num_experts} experts, got {k}")
 
 
-def one_of(name: str, value: str, known: Sequence[str]) -> None:
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
     """Check for a known name; the error suggests the nearest known name."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be one of {list(known)}, got {type(value).__name__}")
-    if value not in known:
-        hint = did_you_mean(value, known)
-        raise ValueError(f"{name} must be one of {list(known)}, got {value!r}{hint}")
+        raise TypeError(f"{name} must be one of {list(choices)}, got {type(value).__name__}")
+    if value not in choices:
+        hint = did_you_mean(value, choices)
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}{hint}")
 
 
-def did_you_mean(value: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
+def did_you_mean(value: str, choices: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
     """Suffix of an error about an unknown name; empty if no known name is near.
 
     Args:
         value: the unknown name.
-        known: all names.
+        choices: all names.
         meant: known names by what others call them; these come first. Then comes the shortest name
             that begins with ``value``, then the most similar one.
     """
     if torch.compiler.is_compiling():  # Dynamo would trace the search
         return ""
-    plain, by_lower = value.lower(), {name.lower(): name for name in known}
+    plain, by_lower = value.lower(), {name.lower(): name for name in choices}
     near = [by_lower[n] for n in difflib.get_close_matches(plain, by_lower, n=1)]
     longer = sorted((by_lower[n] for n in by_lower if plain and n.startswith(plain)), key=len)
     called = [name for name in [(meant or {}).get(plain)] if name is not None]

@@ -82,7 +82,7 @@ def _explain(arguments: Sequence[str]) -> int:
         parser.error(f"--ranks must be at most the {problem.num_experts} experts, got {ranks}")
     activation = chosen.activation or problem.activation
     spread = {"dp_size": ranks, "ep_size": ranks, "use_ep": ranks > 1}
-    how = {
+    options = {
         "num_tokens": chosen.tokens, "device": chosen.device, "link": _link(chosen),
         "resident": chosen.resident, "host_gbps": chosen.host_gbps,
     }  # fmt: skip
@@ -95,11 +95,11 @@ def _explain(arguments: Sequence[str]) -> int:
             max_num_tokens=chosen.max_num_tokens,
             batch_invariant=chosen.batch_invariant,
         )
-        found = explain(config, _scheme_of(chosen), **how)
+        explanation = explain(config, _scheme_of(chosen), **options)
     except (NotImplementedError, ValueError) as error:
         parser.error(str(error))
-    print(found.to_json() if chosen.json else found)
-    return 0 if found.choice else 1
+    print(explanation.to_json() if chosen.json else explanation)
+    return 0 if explanation.choice else 1
 
 
 def _link(chosen: argparse.Namespace) -> Link:
@@ -197,21 +197,26 @@ def _tune_layer(chosen: argparse.Namespace, problem: Problem, folder: Path) -> i
         told = "1 token" if tokens == 1 else f"{tokens} tokens"
         progress(f"{told}: no tiles to tune, as they follow from the sizes")
     if chosen.dry_run:
-        found = [trial for tokens in counts for trial in subject.candidates(tokens)]
-        print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
+        trials = [trial for tokens in counts for trial in subject.candidates(tokens)]
+        print(report.trials_json(subject, trials) if chosen.json else report.trials_table(trials))
         return 0
-    known, timed = files.read(subject, folder), []
-    if counts and (chosen.again or any(str(tokens) not in known for tokens in counts)):
+    entries, timed = files.read(subject, folder), []
+    if counts and (chosen.again or any(str(tokens) not in entries for tokens in counts)):
         for written in filter(None, (folder, chosen.record)):
             files.check_writable(written)
         (clock, prepare), again = _gemm_clock(problem, subject, chosen.jobs), chosen.again
         made_with = ", ".join(run_header().values())
         report_entry = partial(record_entry, chosen.record, subject, problem.name)
         timed = files.tune(
-            subject, counts, folder, clock,
-            again=again, made_with=made_with, budget_s=chosen.time_budget_s,
+            subject,
+            counts,
+            folder,
+            clock,
+            again=again,
+            made_with=made_with,
+            budget_s=chosen.time_budget_s,
             hooks=files.Hooks(prepare, report_entry),
-        )  # fmt: skip
+        )
     entries = files.read(subject, folder)
     if chosen.json:
         print(report.entries_json(subject, folder, timed, entries))
@@ -290,9 +295,9 @@ def _doctor(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     chosen = parser.parse_args(arguments)
     (problem,) = chosen.problems
-    found = diagnose(progress, problem, chosen.tokens)
-    print(found.to_json() if chosen.json else found)
-    return 1 if found.problems else 0
+    diagnosis = diagnose(progress, problem, chosen.tokens)
+    print(diagnosis.to_json() if chosen.json else diagnosis)
+    return 1 if diagnosis.problems else 0
 
 
 class Command(NamedTuple):

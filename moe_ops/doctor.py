@@ -86,10 +86,10 @@ class Diagnosis:
         counts = "{for_this_gpu} files for this GPU, {all} for all".format(**self.tuned)
         rows.append(["tuned tiles", f"{counts}; yours are looked for in {folder}"])
         for extra, packages in self.extras.items():
-            found = ", ".join(f"{name} {version or 'none'}" for name, version in packages.items())
+            listed = ", ".join(f"{name} {version or 'none'}" for name, version in packages.items())
             lacks = None in packages.values()
             install = f" (pip install '{DISTRIBUTION}[{extra}]')" if lacks else ""
-            rows.append(["extra", f"{extra}: {found}{install}"])
+            rows.append(["extra", f"{extra}: {listed}{install}"])
         for name, engine in self.engines.items():
             first, *rest = [engine.version or "cannot be imported", *str(engine).splitlines()]
             rows += [[name, first], *(["", line] for line in rest)]
@@ -130,7 +130,7 @@ def diagnose(
     problem = problem or find_problem(SHAPE)
     triton = _version("triton")
     gpus = [_gpu(number) for number in range(torch.cuda.device_count())]
-    found = Diagnosis(
+    diagnosis = Diagnosis(
         versions={
             "Python": platform.python_version(),
             "moe_ops": __version__,
@@ -145,20 +145,20 @@ def diagnose(
     )
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        found.problems.append(f"torch must be at least {oldest}, got {torch.__version__}")
+        diagnosis.problems.append(f"torch must be at least {oldest}, got {torch.__version__}")
     if gpus and triton is None:
-        found.problems.append("the GPU needs Triton: pip install triton")
-    found.extras = {
+        diagnosis.problems.append("the GPU needs Triton: pip install triton")
+    diagnosis.extras = {
         extra: {name: _version(name) for name in names} for extra, names in EXTRAS.items()
     }
-    _tuned(found)
+    _tuned(diagnosis)
     progress("asking the serving engines that are installed")
-    found.engines = engines.installed()
+    diagnosis.engines = engines.installed()
     if gpus:
         progress("asking which kernels serve which scheme")
-        found.kernels = kernels_of(problem, loads=loads)
-    _run_self_test(found, progress)
-    return found
+        diagnosis.kernels = kernels_of(problem, loads=loads)
+    _run_self_test(diagnosis, progress)
+    return diagnosis
 
 
 def _version(package: str) -> str | None:
@@ -175,16 +175,16 @@ def _gpu(number: int) -> dict[str, Any]:
     return {"name": properties.name, "arch": arch, "memory_gb": memory}
 
 
-def _tuned(found: Diagnosis) -> None:
+def _tuned(diagnosis: Diagnosis) -> None:
     """Count the layers in tuned files, and add files that cannot be used to the problems."""
     here = plain_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     read = [tuned.look_into(folder) for folder in tuned.folders()]
-    found.problems += [problem for one in read for problem in one.problems]
+    diagnosis.problems += [problem for one in read for problem in one.problems]
     in_use = tuned.tables(layer for one in read for layer in one.layers)
     counts = {key: len(layers) for key, layers in in_use.items()}
     mine = sum(number for (gpu, _), number in counts.items() if gpu == here)
     folder = tuned.FOLDER and str(tuned.FOLDER)
-    found.tuned = {"for_this_gpu": mine, "all": sum(counts.values()), "folder": folder}
+    diagnosis.tuned = {"for_this_gpu": mine, "all": sum(counts.values()), "folder": folder}
 
 
 def kernels_of(
@@ -198,17 +198,17 @@ def kernels_of(
         loads: numbers of tokens.
     """
     config = problem.config(default_device())
-    found: dict[str, list[str] | str] = {}
+    kernels: dict[str, list[str] | str] = {}
     for scheme in SCHEMES.values():
         told = explain(config, scheme, num_tokens=loads, device=device)
         facts = told.target.facts
         lacks = None if facts is None else what_lacks(scheme, facts.arch)
         names = [" + ".join(dict.fromkeys(cost.kernels)) for cost in told.costs if cost.kernels]
-        found[scheme.name] = lacks or names
-    return found
+        kernels[scheme.name] = lacks or names
+    return kernels
 
 
-def _run_self_test(found: Diagnosis, progress: Callable[[str], None]) -> None:
+def _run_self_test(diagnosis: Diagnosis, progress: Callable[[str], None]) -> None:
     """Run small layers, and add what is wrong to the problems."""
     device, started = default_device(), time.perf_counter()
     arch = device_facts(device).arch if device.type == "cuda" else None
@@ -216,10 +216,10 @@ def _run_self_test(found: Diagnosis, progress: Callable[[str], None]) -> None:
         if arch is not None and what_lacks(SCHEMES[name], arch) is not None:
             continue
         progress(f"self-test of {name}")
-        found.self_test[name] = result = self_test(name, device)
+        diagnosis.self_test[name] = result = self_test(name, device)
         if result != "passed":
-            found.problems.append(f"self-test of {name}: {result}")
-    found.self_test_s = time.perf_counter() - started
+            diagnosis.problems.append(f"self-test of {name}: {result}")
+    diagnosis.self_test_s = time.perf_counter() - started
 
 
 @torch.no_grad()

@@ -27,26 +27,26 @@ FORMULAS: dict[Any, Formula] = {}
 COUNTER = "torch.utils.flop_counter"
 
 
-def product(given: Mapping[str, Any]) -> int:
+def product(arguments: Mapping[str, Any]) -> int:
     """``a`` by the experts' weights, or by their transposes."""
-    w = given["weight"][0] if "weight" in given else given["w"]
-    scheme = get_scheme(given.get("scheme", UNQUANTIZED.key))
+    w = arguments["weight"][0] if "weight" in arguments else arguments["w"]
+    scheme = get_scheme(arguments.get("scheme", UNQUANTIZED.key))
     numbers = w.shape[1] * w.shape[2] * scheme.numbers_per_entry(w.dtype)
-    return 2 * given["a"].shape[0] * given.get("top_k", 1) * numbers
+    return 2 * arguments["a"].shape[0] * arguments.get("top_k", 1) * numbers
 
 
-def host_product(given: Mapping[str, Any]) -> int:
+def host_product(arguments: Mapping[str, Any]) -> int:
     """``a`` by the experts' weights, which are in host memory."""
-    owner, number = residency_of(given["table"])
-    call = {**given, "weight": owner.slots[number], "scheme": owner.scheme}
+    owner, number = residency_of(arguments["table"])
+    call = {**arguments, "weight": owner.slots[number], "scheme": owner.scheme}
     return product(call)
 
 
-def weight_gradient(given: Mapping[str, Any]) -> int:
+def weight_gradient(arguments: Mapping[str, Any]) -> int:
     """``dy`` by ``x``, which have one row per slot or per token."""
-    dy, (_, topk_ids, _) = given["dy"], given["tiles"]
+    dy, (_, topk_ids, _) = arguments["dy"], arguments["tiles"]
     slots = dy.shape[0] if topk_ids is None else topk_ids.numel()
-    return 2 * slots * dy.shape[1] * given["x"].shape[1]
+    return 2 * slots * dy.shape[1] * arguments["x"].shape[1]
 
 
 def register() -> None:

@@ -136,12 +136,12 @@ def once(function: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if not torch.is_grad_enabled():
                 return backward(ctx, saved, *grads)
             with torch.no_grad():
-                found = backward(ctx, saved, *grads)
+                gradients = backward(ctx, saved, *grads)
             inputs = wanted(saved, grads)
             if not inputs:
-                return found
+                return gradients
             one = _One.apply(text, *inputs)  # a product has the bits of the gradient
-            return tuple(x if x is None else x * one for x in found)
+            return tuple(x if x is None else x * one for x in gradients)
 
         return run
 
@@ -247,17 +247,17 @@ def refuse(out: Any, inputs: list[Tensor], function: str, reason: str = TRAINED)
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, FusedMoEQuantConfig):
-            found += _tensors(value.tensors)
+            tensors += _tensors(value.tensors)
         elif isinstance(value, nn.Module):
-            found += [*value.parameters()]  # Dynamo of torch 2.11 adds no generator to a list
+            tensors += [*value.parameters()]  # Dynamo of torch 2.11 adds no generator to a list
         elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def asked_for(name: str, args: Any, kwargs: Any) -> bool:

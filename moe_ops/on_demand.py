@@ -71,8 +71,8 @@ class _After(MetaPathFinder):
         if fullname != self.other:
             return None
         behind = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in behind)
-        spec = next(filter(None, found), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             self._follow(spec.loader)
         return spec

@@ -210,8 +210,8 @@ def weight_parts(
 
     A weight that the scheme does not quantize is one tensor alone.
     """
-    known = get_scheme(scheme)
-    quant = known.weight
+    parsed = get_scheme(scheme)
+    quant = parsed.weight
     for name, value, needed in (
         ("w_scale", scale, quant is not None),
         ("w_zero_point", zero_point, quant is not None and quant.zero_point),
@@ -223,8 +223,8 @@ def weight_parts(
             raise ValueError(f"{name} must {rule} for scheme {scheme}, got {got}")
     if quant is None:
         return
-    packed = is_packed(w)
-    if w.dtype != quant.dtype and not packed:
+    fragments = is_packed(w)
+    if w.dtype != quant.dtype and not fragments:
         raise TypeError(f"w must have dtype {quant.dtype} for scheme {scheme}, got {w.dtype}")
     experts, n, k = shape
     if not (type(experts) is int and type(n) is int and type(k) is int):
@@ -233,8 +233,8 @@ def weight_parts(
     _of_experts("w_scale", scale, experts, *counts)
     _of_experts("w_global_scale", global_scale, experts, experts, 2 * experts, experts * n)
     _of_experts("w_zero_point", zero_point, experts, zero_points)
-    if packed:
-        check_packed("w", w, known, n, k)
+    if fragments:
+        check_packed("w", w, parsed, n, k)
         if quant.local:
             _groups_first("w_scale", scale, quant.weight_scale_shape(experts, n, k))
             _groups_first("w_zero_point", zero_point, quant.zero_point_shape(experts, n, k))
@@ -262,11 +262,11 @@ def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[in
     quant = get_scheme(scheme).weight
     if quant is None:
         return (0,), 0
-    packed_rows = -(-n // 2) if quant.element.packed else n
+    zero_rows = -(-n // quant.element.values_per_byte)
     if quant.group.cols == WHOLE:  # one per tensor, per half or per row
-        return (experts, 2 * experts, experts * n), experts * packed_rows
+        return (experts, 2 * experts, experts * n), experts * zero_rows
     rows, groups = quant.weight_scale_shape(1, n, k)[1:]
-    return (experts * rows * groups,), experts * packed_rows * groups
+    return (experts * rows * groups,), experts * zero_rows * groups
 
 
 def activated(name: str, width: int, activation: str) -> int:

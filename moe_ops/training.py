@@ -107,9 +107,11 @@ def update_expert_bias(
     checks.tensor("e_score_correction_bias", e_score_correction_bias, 1, (torch.float32,))
     checks.tensor("expert_num_tokens", expert_num_tokens, 1, None)
     checks.size(
-        "expert_num_tokens.shape[0]", expert_num_tokens.shape[0], "the number of experts",
+        "expert_num_tokens.shape[0]",
+        expert_num_tokens.shape[0],
+        "the number of experts",
         e_score_correction_bias.shape[0],
-    )  # fmt: skip
+    )
     checks.factor("rate", rate)
     numbers = expert_num_tokens.to(torch.float64)
     e_score_correction_bias.add_(torch.sign(numbers.mean() - numbers).float(), alpha=rate)

@@ -270,10 +270,10 @@ def windows_of(peers: Tensor) -> Windows:
         ValueError: a tensor that is not `Windows.peers` itself. A copy would have to be read to
             find them, for which the host would wait.
     """
-    found = _OPEN.get(peers.data_ptr())
-    if found is None or peers.shape != found.peers.shape:
+    windows = _OPEN.get(peers.data_ptr())
+    if windows is None or peers.shape != windows.peers.shape:
         raise ValueError("peers must be the tensor `peers` of open Windows, got another tensor")
-    return found
+    return windows
 
 
 def open_windows() -> list[Windows]:

@@ -9,7 +9,7 @@ from checkpoint_formats import words
 from checkpoints import NAMES, Experts
 
 import moe_ops
-from moe_ops.scheme.formats import unpack
+from moe_ops.scheme.formats import split_nibbles
 
 E, H, I = 4, 128, 256  # noqa: E741
 
@@ -58,8 +58,8 @@ def act_ordered(scheme, seed=0, num_experts=E, width=I, hidden=H, same=False, ha
         back = [p.argsort() for p in order]
         q = moe_ops.quantize_weight(columns(w, order), scheme)
         values = moe_ops.dequantize_weight(q, scheme)
-        codes = unpack(q.data, 2) if "int4" in scheme else q.data
-        zero = None if q.zero_point is None else unpack(q.zero_point, 1)
+        codes = split_nibbles(q.data, 2) if "int4" in scheme else q.data
+        zero = None if q.zero_point is None else split_nibbles(q.zero_point, 1)
         g_idx = [torch.arange(w.shape[2])[p] // group for p in back]
         in_order = [i.argsort(stable=True) for i in g_idx]
         found.append((columns(codes, back), q, zero, g_idx, columns(values, back), in_order))

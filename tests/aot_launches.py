@@ -78,12 +78,12 @@ SCALES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 def stored(empty, scheme, experts, n, k, dtype):
     """An empty weight as a scheme stores it."""
     quant = get_scheme(scheme).weight
-    packed, shape = quant.element.packed, quant.weight_scale_shape(experts, n, k)
+    per_byte, shape = quant.element.values_per_byte, quant.weight_scale_shape(experts, n, k)
     other = dtype if quant.scale == "input" else torch.float32
     return QTensor(
-        empty(experts, n, k // 2 if packed else k, dtype=quant.dtype),
+        empty(experts, n, k // per_byte, dtype=quant.dtype),
         empty(*shape, dtype=SCALES.get(quant.scale, other)),
-        empty(experts, n // 2 if packed else n, shape[-1], dtype=torch.uint8)
+        empty(experts, n // per_byte, shape[-1], dtype=torch.uint8)
         if quant.zero_point else None,
         empty(experts, *[n] * quant.channel_scale, dtype=torch.float32)
         if quant.global_scale else None,

@@ -4,7 +4,7 @@ import torch
 from checkpoints import RANKS, expected, held, numbers
 
 import moe_ops
-from moe_ops.scheme.formats import unpack
+from moe_ops.scheme.formats import split_nibbles
 
 E, K, H, I = 8, 2, 256, 512  # noqa: E741
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -44,4 +44,4 @@ def rewritten(experts, rules, base=None):
 
 
 def codes_of(q, e, bits):
-    return unpack(q.data, 2)[e] if bits == 4 else q.data[e]
+    return split_nibbles(q.data, 2)[e] if bits == 4 else q.data[e]

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
-from moe_ops.scheme.formats import decode, unpack
+from moe_ops.scheme.formats import code_values, split_nibbles
 from moe_ops.scheme.values import ELEMENTS
 
 BITS = {
@@ -202,7 +202,7 @@ def _scaled(operand: tl.tensor, scale: tl.tensor, form: str) -> torch.Tensor:
     codes = torch.from_numpy(np.ascontiguousarray(operand.handle.data).view(np.uint8))
     scales = torch.from_numpy(np.ascontiguousarray(scale.handle.data).view(np.uint8))
     if form == "e2m1":
-        numbers = decode(unpack(codes, 1), ELEMENTS["fp4"])
+        numbers = code_values(split_nibbles(codes, 1), ELEMENTS["fp4"])
     else:
         numbers = codes.view(torch.float8_e4m3fn).float()
     in_e4m3 = scale.dtype.scalar == tl.float8e4nv

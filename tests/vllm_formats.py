@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from checkpoint_formats import AWQ_ORDER, words
 
-from moe_ops.scheme.formats import unpack
+from moe_ops.scheme.formats import split_nibbles
 from moe_ops.tensors import QTensor
 
 BITS = {"int4": 4, "int8": 8}
@@ -41,14 +41,14 @@ def bits_of(scheme: str) -> int:
 
 def codes_of(q: QTensor, bits: int) -> torch.Tensor:
     """The stored numbers ``(E, N, K)``."""
-    return unpack(q.data, 2) if bits == 4 else q.data
+    return split_nibbles(q.data, 2) if bits == 4 else q.data
 
 
 def zeros_of(q: QTensor, bits: int) -> torch.Tensor | None:
     """The stored zero points ``(E, N, G)``."""
     if q.zero_point is None or bits == 8:
         return q.zero_point
-    return unpack(q.zero_point, 1)
+    return split_nibbles(q.zero_point, 1)
 
 
 def rows_first(q: QTensor, bits: int) -> Words:

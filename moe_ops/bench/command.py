@@ -159,8 +159,8 @@ def device_help() -> str:
 
 def _problems(text: str) -> list[Problem]:
     """The problems of comma-separated names, each once."""
-    found = one_or_more(find_problems)(text)
-    return list(dict.fromkeys(problem for problems in found for problem in problems))
+    groups = one_or_more(find_problems)(text)
+    return list(dict.fromkeys(problem for problems in groups for problem in problems))
 
 
 def gpu_named(name: str) -> Target:
@@ -243,13 +243,13 @@ def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     return read_all
 
 
-def one_of(what: str, known: dict[str, Value]) -> Callable[[str], Value]:
-    """A reader of one of the names in ``known``."""
+def one_of(what: str, choices: dict[str, Value]) -> Callable[[str], Value]:
+    """A reader of one of the names in ``choices``."""
 
     def read(text: str) -> Value:
-        if text not in known:
-            raise ValueError(unknown(what, text, known))
-        return known[text]
+        if text not in choices:
+            raise ValueError(unknown(what, text, choices))
+        return choices[text]
 
     return read
 

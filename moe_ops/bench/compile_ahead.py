@@ -72,11 +72,11 @@ class CompileAhead:
         new = {kernel: trial for kernel, trial in new.items() if kernel not in self.done}
         self.done |= new.keys()
         try:
-            failed = [said for said in self.executor.map(self.compile, new.values()) if said]
+            failed = [text for text in self.executor.map(self.compile, new.values()) if text]
         except Exception as error:  # a process died; trials are compiled when they are timed
             failed, self.executor = [repr(error)], None
-        for said in failed[:1]:
-            print(f"not compiled ahead: {said:.300}", file=sys.stderr)
+        for text in failed[:1]:
+            print(f"not compiled ahead: {text:.300}", file=sys.stderr)
 
     def _kernel(self, trial: Trial) -> tuple[object, ...]:
         """All that the kernels of a trial depend on: not the number of tokens."""
@@ -103,7 +103,7 @@ def _launch(activation: str, subject: Subject, trial: Trial) -> None:
     experts, width, hidden = subject.sizes
     shapes = (experts, 2 * width, hidden), (experts, hidden, width)
     first, second = (
-        _empty_weight(shape, subject.scheme, packed=subject.packed(which))
+        _empty_weight(shape, subject.scheme, fragments=subject.packed(which))
         for which, shape in enumerate(shapes, start=1)
     )
     quant, scale = subject.scheme.activation, None
@@ -118,10 +118,10 @@ def _launch(activation: str, subject: Subject, trial: Trial) -> None:
     gemms.product(trial.gemm, gemms.rows(trial.gemm, x, space), space, trial.tiles)
 
 
-def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, *, packed: bool) -> ExpertWeight:
+def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, *, fragments: bool) -> ExpertWeight:
     """A weight without memory, in the form in which a layer keeps it."""
     q = quantize_weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"), scheme)
-    if packed:
+    if fragments:
         q = pack_weight(q, scheme)
     scale, zero, factor = (None if t is None else _empty(t) for t in q[1:])
     return ExpertWeight(_empty(q.data), None, scale, zero, factor)

@@ -256,16 +256,15 @@ def run_header() -> dict[str, str]:
 def driver_version() -> str | None:
     """The version of the GPU's driver; None without a GPU."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    found = _output_of(*query)
-    return None if found == "unknown" else found
+    version = _output_of(*query)
+    return None if version == "unknown" else version
 
 
 def _commit() -> str:
     """The git commit of a checkout, or the version of an installed package."""
     if not (CHECKOUT / ".git").exists():
         return f"moe_ops {moe_ops.__version__}"
-    describe = ("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*")
-    return _output_of(*describe)
+    return _output_of("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*")
 
 
 def _command() -> str:

@@ -80,16 +80,16 @@ class Gemm(NamedTuple):
     block_m: int
     arguments: dict[str, Any]
 
-    def process(self, x: Tensor, **how: Any) -> tuple[Tensor, Tensor | None]:
+    def process(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Rows as the GEMM reads them (after the activation, quantized), and their scales."""
         run = import_module("humming.forward").may_process_input
-        rows, of_groups, of_tokens = run(self.layer, inputs=x, **how)
+        rows, of_groups, of_tokens = run(self.layer, inputs=x, **options)
         return rows, of_tokens if of_groups is None else of_groups
 
-    def __call__(self, rows: Tensor, scale: Tensor | None, **how: Any) -> Tensor:
+    def __call__(self, rows: Tensor, scale: Tensor | None, **options: Any) -> Tensor:
         """``(slots, N)``, a row for each slot."""
         run = import_module("humming.forward").humming_forward
-        return run(self.layer, inputs=rows, input_scale=scale, **self.arguments, **how)
+        return run(self.layer, inputs=rows, input_scale=scale, **self.arguments, **options)
 
 
 def gemm(scheme: str, weight: Any, slots: int) -> Gemm:
@@ -111,8 +111,8 @@ def gemm(scheme: str, weight: Any, slots: int) -> Gemm:
     )
     chosen = tuned(layer, slots)
     locks = torch.zeros(2048, dtype=torch.int32, device=weight.data.device)
-    how = {"compute_config": json.dumps(COMPUTE), "tuning_config": json.dumps(chosen)}
-    arguments = {**tensors, **how, "locks": locks, "valid_shape_m": slots}
+    configs = {"compute_config": json.dumps(COMPUTE), "tuning_config": json.dumps(chosen)}
+    arguments = {**tensors, **configs, "locks": locks, "valid_shape_m": slots}
     return Gemm(layer, chosen["block_shape"][0], arguments)
 
 
@@ -126,8 +126,8 @@ def humming(experts: Experts, inputs: Inputs) -> Call:
     names = ("sorted_ids", "expert_ids", "num_tokens_padded")
 
     def aligned(block_m: int) -> dict[str, Tensor]:
-        found = align(ids, block_m, len(experts.w1), ignore_invalid_experts=True)
-        return dict(zip(names, found, strict=True))
+        plan = align(ids, block_m, len(experts.w1), ignore_invalid_experts=True)
+        return dict(zip(names, plan, strict=True))
 
     def call() -> Tensor:
         plan = aligned(first.block_m)

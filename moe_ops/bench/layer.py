@@ -67,13 +67,14 @@ def moe_ops_layer(experts: Experts, inputs: Inputs) -> Call:
 
 def plain_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
     """This library, with weights as they are given."""
-    arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
-    how = {
+    keywords = {
         "activation": experts.activation,
         "quant_config": experts.quant_config,
         "batch_invariant": batch_invariant,
     }
-    return lambda: moe_ops.fused_experts(*arguments, **how)
+    return lambda: moe_ops.fused_experts(
+        inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids, **keywords
+    )
 
 
 INVARIANT = "moe_ops-invariant"
@@ -93,7 +94,7 @@ schemes with a scale shared by all tokens.)"""
 
 def math_of(scheme: Scheme) -> str:
     """The dtype of the products, as `moe_ops.pipeline.devices` names it; int8 counts as fp8."""
-    return "bf16" if scheme.activation is None or scheme.decoded else "fp8"
+    return "bf16" if scheme.activation is None or scheme.dequantizes_both else "fp8"
 
 
 def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float | None:

@@ -47,13 +47,22 @@ class LayerGemms:
         self, which: int, rows: Rows, space: SlotRows, config: KernelTiles | None = None
     ) -> Tensor:
         """Run GEMM 1 or 2 with the tiles of its plan, or the launcher with given ones."""
-        weight, (top_k, activation) = self._weight(which)[0], self._how(which)
-        how = ([*space.tiles], top_k, self.scheme.key, torch.bfloat16, activation)
-        arguments = (rows.data, rows.scale, [*weight], None, *how)
+        top_k, activation = self._how(which)
+        arguments = {
+            "a": rows.data,
+            "a_scale": rows.scale,
+            "weight": [*self._weight(which)[0]],
+            "topk_weights": None,
+            "tiles": [*space.tiles],
+            "top_k": top_k,
+            "scheme": self.scheme.key,
+            "out_dtype": torch.bfloat16,
+            "activation": activation,
+        }
         if config is None:
-            return ops.expert_product(*arguments)
+            return ops.expert_product(**arguments)
         launchers = import_module("moe_ops.kernels.expert_product")  # needs Triton
-        return launchers.expert_product(*arguments, config=config)
+        return launchers.expert_product(**arguments, config=config)
 
     def _weight(self, which: int) -> tuple[ExpertWeight, Tensor | None]:
         """The weight of GEMM 1 or 2, and the given scale of its rows."""

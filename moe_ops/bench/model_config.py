@@ -103,8 +103,8 @@ def _scheme(declared: Declared, config: Mapping[str, Any], num_experts: int) -> 
     """
     try:
         layers = [ExpertNames.of_layer(i, num_experts) for i in _layers_with_experts(config)]
-        found = set(filter(None, map(declared.of, layers)))
-        schemes = {facts.scheme().key for facts in found if facts.weight is not None}
+        declarations = set(filter(None, map(declared.of, layers)))
+        schemes = {facts.scheme().key for facts in declarations if facts.weight is not None}
         if len(schemes) > 1:
             raise ValueError(f"experts must have one scheme, got {sorted(schemes)}")
     except (NotImplementedError, ValueError) as error:
@@ -119,7 +119,7 @@ def _layers_with_experts(config: Mapping[str, Any]) -> list[int]:
     lists = (config.get(name) for name in ("mlp_layer_types", "moe_layers", "mlp_only_layers"))
     kinds, listed, dense = (x if isinstance(x, list) else [] for x in lists)
     kinds = kinds or list(str(config.get("hybrid_override_pattern") or ""))
-    found = [
+    indices = [
         i
         for i in range(first, count)
         if (i + 1) % step == 0
@@ -127,7 +127,7 @@ def _layers_with_experts(config: Mapping[str, Any]) -> list[int]:
         and (not listed or i in listed)
         and (i >= len(kinds) or kinds[i] in ("E", "sparse"))
     ]
-    return found or [first]
+    return indices or [first]
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:

@@ -175,9 +175,14 @@ def triton_kernels(experts: Experts, inputs: Inputs) -> Call:
     def call() -> Tensor:
         told, gather, scatter = routing.routing(logits, top_k, expt_indx=ids)
         h = ogs.matmul_ogs(
-            inputs.x, w1, bias, told, gather_indx=gather, precision_config=first,
+            inputs.x,
+            w1,
+            bias,
+            told,
+            gather_indx=gather,
+            precision_config=first,
             fused_activation=activation,
-        )  # fmt: skip
+        )
         return ogs.matmul_ogs(
             h, w2, None, told, scatter_indx=scatter, precision_config=second, gammas=told.gate_scal
         )
@@ -210,8 +215,8 @@ def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
         return arranged(w).transpose(1, 2), ogs.PrecisionConfig()
     weight = experts.stored[number]
     data, scale = (arranged(t).transpose(1, 2) for t in (weight.data, weight.scale))
-    layout, how = layouts.make_default_matmul_mxfp4_w_layout(mx_axis=1)
-    w = tensor.convert_layout(tensor.wrap_torch_tensor(data, dtype=tensor.FP4), layout, **how)
+    layout, options = layouts.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+    w = tensor.convert_layout(tensor.wrap_torch_tensor(data, dtype=tensor.FP4), layout, **options)
     scale = tensor.convert_layout(tensor.wrap_torch_tensor(scale), layouts.StridedLayout)
     return w, ogs.PrecisionConfig(weight_scale=scale)
 

@@ -16,7 +16,7 @@ import moe_ops
 from moe_ops import checks
 from moe_ops import scheme as schemes
 from moe_ops.activation import kind_and_key
-from moe_ops.pipeline.packing import gains_by_fp8, reads_packed
+from moe_ops.pipeline.forms import gains_by_fp8, reads_packed
 
 Call = Callable[[], Tensor]
 """A timed call, which returns ``(T, H)``."""
@@ -78,14 +78,20 @@ class Problem:
     def config(self, device: torch.device | str, **changes: Any) -> moe_ops.FusedMoEConfig:
         """What `moe_ops.explain` asks about the layer; ``changes`` replace its other fields."""
         activation = changes.get("activation", self.activation)
-        given = {
+        defaults = {
             "num_local_experts": self.num_experts,
             "activation": activation,
             "routing_method": moe_ops.RoutingMethodType.Renormalize,
             "is_act_and_mul": kind_and_key(activation)[0].is_gated,
         }
-        sizes = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
-        return moe_ops.FusedMoEConfig(*sizes, device=device, **{**given, **changes})
+        return moe_ops.FusedMoEConfig(
+            self.num_experts,
+            self.top_k,
+            self.hidden_size,
+            self.intermediate_size,
+            device=device,
+            **{**defaults, **changes},
+        )
 
 
 TINY = Problem("tiny", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32, timed=False)
@@ -94,8 +100,8 @@ TINY = Problem("tiny", num_experts=8, top_k=2, hidden_size=64, intermediate_size
 def load_problems() -> dict[str, Problem]:
     """Every named problem, `TINY` included."""
     sizes = [field.name for field in fields(Problem)[1:] if field.default is MISSING]
-    known = [Problem(name, *(shape[size] for size in sizes)) for name, shape in _shapes().items()]
-    return {problem.name: problem for problem in [*known, TINY]}
+    named = [Problem(name, *(shape[size] for size in sizes)) for name, shape in _shapes().items()]
+    return {problem.name: problem for problem in [*named, TINY]}
 
 
 def _shapes() -> dict[str, dict[str, Any]]:
@@ -116,11 +122,11 @@ def find_problem(name: str) -> Problem:
     Raises:
         ValueError: an unknown name; the message lists the known names.
     """
-    known = known_names()
+    keys = known_names()
     plain = name.rpartition("/")[2].lower().replace("_", "-")
-    if plain not in known:
-        raise ValueError(unknown("model", name, known, plain))
-    return load_problems()[known[plain]]
+    if plain not in keys:
+        raise ValueError(unknown("model", name, keys, plain))
+    return load_problems()[keys[plain]]
 
 
 UNTUNED = "untuned"
@@ -135,8 +141,8 @@ def find_problems(name: str) -> tuple[Problem, ...]:
     """
     if name.lower() != UNTUNED:
         return (find_problem(name),)
-    known = load_problems()
-    return tuple(known[key] for key, shape in _shapes().items() if shape.get(UNTUNED))
+    problems = load_problems()
+    return tuple(problems[key] for key, shape in _shapes().items() if shape.get(UNTUNED))
 
 
 def problem_of_sizes(text: str) -> Problem:
@@ -153,11 +159,11 @@ def problem_of_sizes(text: str) -> Problem:
     return Problem(name, num_experts, top_k, hidden, intermediate, timed=False)
 
 
-def unknown(what: str, name: str, known: Iterable[str], spelled: str | None = None) -> str:
+def unknown(what: str, name: str, choices: Iterable[str], spelled: str | None = None) -> str:
     """Error text for an unknown name: all known names, and the nearest one if any is near."""
-    known = list(known)
-    hint = checks.did_you_mean(name if spelled is None else spelled, known)
-    return f"{what} must be one of {', '.join(known)}, got {name!r}{hint}"
+    choices = list(choices)
+    hint = checks.did_you_mean(name if spelled is None else spelled, choices)
+    return f"{what} must be one of {', '.join(choices)}, got {name!r}{hint}"
 
 
 class Inputs(NamedTuple):
@@ -209,9 +215,9 @@ class Experts:
             if all(bool(x.all()) for x in exact):
                 return self._as_fp8(held)
         reads = [reads_packed(w.data, self.scheme, torch.bfloat16) for w in self.stored]
-        return self.packed([which for which, read in enumerate(reads, start=1) if read])
+        return self.in_fragments([which for which, read in enumerate(reads, start=1) if read])
 
-    def packed(self, which: Collection[int]) -> Experts:
+    def in_fragments(self, which: Collection[int]) -> Experts:
         """The same weights, of which ``which`` (1, 2 or both) are in the packed form."""
         if self.stored is None or not which:
             return self
@@ -224,8 +230,8 @@ class Experts:
 
     def _as_fp8(self, held: schemes.Scheme) -> Experts:
         w1, w2 = (schemes.as_fp8(weight, self.scheme) for weight in self.stored or ())
-        given = _input_scales(held, self.w1.device)
-        config = moe_ops.FusedMoEQuantConfig.from_weights(held, w1, w2, **given)
+        scales = _input_scales(held, self.w1.device)
+        config = moe_ops.FusedMoEQuantConfig.from_weights(held, w1, w2, **scales)
         return Experts(held, w1.data, w2.data, (w1, w2), config, self.activation)
 
     def dense(self, expert: int) -> tuple[Tensor, Tensor]:
@@ -259,8 +265,8 @@ def make_experts(problem: Problem, scheme_name: str, device: torch.device) -> Ex
     w2 = _random_weight((experts, hidden, inner), generator, scheme)
     if scheme.weight is None:
         return Experts(scheme, w1, w2, activation=activation)
-    given = _input_scales(scheme, device)
-    config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2, **given)
+    scales = _input_scales(scheme, device)
+    config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2, **scales)
     return Experts(scheme, w1.data, w2.data, (w1, w2), config, activation)
 
 

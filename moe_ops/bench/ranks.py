@@ -173,9 +173,18 @@ def _case(
         error = relative_error(out, expected.float())
         time_us = _slowest(_time(partial(kernel.apply, **call), rank), rank)
         send_us, return_us = _exchange_times(kernel, call, rank)
-        rows.append(RankRow(**fixed, impl=backend, ranks=rank.ranks, time_us=time_us,
-                            send_us=send_us, return_us=return_us, rel_err=error,
-                            tokens_per_s=1e6 * rank.ranks * tokens / time_us))  # fmt: skip
+        rows.append(
+            RankRow(
+                **fixed,
+                impl=backend,
+                ranks=rank.ranks,
+                time_us=time_us,
+                send_us=send_us,
+                return_us=return_us,
+                rel_err=error,
+                tokens_per_s=1e6 * rank.ranks * tokens / time_us,
+            )
+        )
     return rows
 
 
@@ -189,14 +198,24 @@ def _kernel(
         held = (expert_map >= 0).nonzero().flatten().tolist()
     part = slice(held[0], held[-1] + 1)
     parallel = moe_ops.FusedMoEParallelConfig(
-        dp_size=rank.ranks, dp_rank=rank.number, ep_size=rank.ranks, ep_rank=rank.number,
+        dp_size=rank.ranks,
+        dp_rank=rank.number,
+        ep_size=rank.ranks,
+        ep_rank=rank.number,
         use_ep=True,
-    )  # fmt: skip
+    )
     config = moe_ops.FusedMoEConfig(
-        problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size, local,
-        experts.activation, rank.device, moe_ops.RoutingMethodType.Renormalize, parallel,
+        problem.num_experts,
+        problem.top_k,
+        problem.hidden_size,
+        problem.intermediate_size,
+        local,
+        experts.activation,
+        rank.device,
+        moe_ops.RoutingMethodType.Renormalize,
+        parallel,
         is_act_and_mul=kind_and_key(experts.activation)[0].is_gated,
-    )  # fmt: skip
+    )
     quant = _quant_config(experts, part)
     fused: Any = pipeline.TritonExperts(config, quant)
     if isinstance(exchange, pipeline.BatchedSymmetricPrepareAndFinalize):
@@ -244,9 +263,9 @@ def _quant_config(experts: Experts, part: slice) -> moe_ops.FusedMoEQuantConfig:
         QTensor._make([None if t is None else t[part] for t in weight]) for weight in experts.stored
     )
     config = experts.quant_config
-    given = {f"a{i}_scale": getattr(config, f"a{i}_scale") for i in (1, 2)}
-    given = {name: value for name, value in given.items() if value is not None}
-    return moe_ops.FusedMoEQuantConfig.from_weights(experts.scheme, w1, w2, **given)
+    scales = {f"a{i}_scale": getattr(config, f"a{i}_scale") for i in (1, 2)}
+    scales = {name: value for name, value in scales.items() if value is not None}
+    return moe_ops.FusedMoEQuantConfig.from_weights(experts.scheme, w1, w2, **scales)
 
 
 def _exchange_times(
@@ -256,8 +275,8 @@ def _exchange_times(
     part: Any = kernel.prepare_finalize
     experts: Any = kernel.fused_experts
     names = ("hidden_states", "topk_weights", "topk_ids", "global_num_experts", "expert_map")
-    given = (*(call[n] for n in names), False, experts.quant_config)
-    ids = part.prepare(*given).topk_ids.clone()  # a copy: the call is not in flight
+    arguments = (*(call[n] for n in names), False, experts.quant_config)
+    ids = part.prepare(*arguments).topk_ids.clone()  # a copy: the call is not in flight
     sums = torch.randn(ids.shape[0], call["hidden_states"].shape[1], device=rank.device).bfloat16()
 
     def chain(step: Callable[[], Any]) -> float:
@@ -267,12 +286,15 @@ def _exchange_times(
 
         return _slowest(_time(steps, rank), rank) / CHAIN
 
-    send = chain(lambda: part.prepare(*given))
+    send = chain(lambda: part.prepare(*arguments))
     if not isinstance(part, pipeline.SymmetricPrepareAndFinalize):
         return send, chain(lambda: part.send_back(sums, ids)())
     (windows,) = part.connect(rank.device)
-    where = (part.expert_ranks, windows.peers, windows.state, ids.shape[1])
-    return send, chain(lambda: ops.symmetric_return(sums, *where))
+    return send, chain(
+        lambda: ops.symmetric_return(
+            sums, part.expert_ranks, windows.peers, windows.state, ids.shape[1]
+        )
+    )
 
 
 def _time(call: Callable[[], Any], rank: Rank) -> list[float]:

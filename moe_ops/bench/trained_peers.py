@@ -62,8 +62,8 @@ def hf_adapted(
     """
     layer = TransformersExperts(experts, implementation)
     x, ids, weights = transformers_arguments(inputs)
-    given = {"x": x, "topk_weights": weights, **factors}
-    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+    tensors = {"x": x, "topk_weights": weights, **factors}
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     parameters = {"gate_up_proj": "1", "down_proj": "2"}
 
     def adapted(name: str) -> Tensor:
@@ -110,10 +110,19 @@ def sonicmoe(experts: Experts, inputs: Inputs) -> Differentiable:
 
     def forward() -> Tensor:
         out, _ = functional.moe_general_routing_inputs(
-            x, weights.flatten(), token_of_slot, ids, w1.permute(1, 2, 0), None,
-            w2.permute(1, 2, 0), None, count, torch.cuda.current_stream().cuda_stream, silu,
+            x,
+            weights.flatten(),
+            token_of_slot,
+            ids,
+            w1.permute(1, 2, 0),
+            None,
+            w2.permute(1, 2, 0),
+            None,
+            count,
+            torch.cuda.current_stream().cuda_stream,
+            silu,
             concat_layout=True,
-        )  # fmt: skip
+        )
         return out
 
     return Differentiable(forward, leaves)

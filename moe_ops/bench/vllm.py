@@ -75,9 +75,10 @@ def _has_operator(namespace: str, name: str) -> bool:
 def triton(experts: Experts, inputs: Inputs) -> Call:
     """The Triton ``fused_experts`` of vLLM."""
     run = import_module(f"{LAYERS}.fused_moe").fused_experts
-    how = {} if experts.stored is None else {"quant_config": quant_config(experts)}
-    arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
-    return lambda: run(*arguments, **how)
+    options = {} if experts.stored is None else {"quant_config": quant_config(experts)}
+    return lambda: run(
+        inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids, **options
+    )
 
 
 def quant_config(experts: Experts, **changes: Any) -> Any:
@@ -190,14 +191,14 @@ def _kernel(experts_class: Any, config: Any, experts: Experts, inputs: Inputs) -
     run = experts_class(moe_config=config_of, quant_config=config)
     run.process_weights_after_loading(layer)
     kernel = import_module(f"{LAYERS}.modular_kernel").FusedMoEKernel(prepare, run)
-    how = {
+    options = {
         "activation": config_of.activation,
         "global_num_experts": config_of.num_experts,
         "expert_map": None,
         "apply_router_weight_on_input": False,
     }
     routing = (inputs.topk_weights, inputs.topk_ids)
-    return lambda: kernel.apply(inputs.x, layer.w13_weight, layer.w2_weight, *routing, **how)
+    return lambda: kernel.apply(inputs.x, layer.w13_weight, layer.w2_weight, *routing, **options)
 
 
 def _layer(experts: Experts) -> nn.Module:

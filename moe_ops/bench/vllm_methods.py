@@ -116,19 +116,29 @@ def layer_of(method: Any, config: Any, tensors: Mapping[str, Tensor]) -> nn.Modu
     """Return a layer as vLLM makes one for a method, with copies of a checkpoint's tensors."""
     base = named("vllm.model_executor.layers.fused_moe", "RoutedExperts")
     layer: Any = type("Layer", (base,), {"__init__": nn.Module.__init__})()
-    vars(layer).update(
-        moe_config=config, activation=config.activation, global_num_experts=config.num_experts,
-        local_num_experts=config.num_local_experts, hidden_size=config.hidden_dim,
-        intermediate_size_per_partition=config.intermediate_size_per_partition,
-        apply_router_weight_on_input=False, layer_name="layer", params_dtype=config.in_dtype,
-        _loaded_expert_biases=set(), _expert_routing_tables=lambda: None,
-    )  # fmt: skip
+    facts = {
+        "moe_config": config,
+        "activation": config.activation,
+        "global_num_experts": config.num_experts,
+        "local_num_experts": config.num_local_experts,
+        "hidden_size": config.hidden_dim,
+        "intermediate_size_per_partition": config.intermediate_size_per_partition,
+        "apply_router_weight_on_input": False,
+        "layer_name": "layer",
+        "params_dtype": config.in_dtype,
+        "_loaded_expert_biases": set(),
+        "_expert_routing_tables": lambda: None,
+    }
+    vars(layer).update(facts)
     sizes = (config.num_experts, config.hidden_dim, config.intermediate_size_per_partition)
     with torch.device(config.device):
         method.create_weights(
-            layer, *sizes, config.in_dtype, weight_loader=lambda *_: None,
+            layer,
+            *sizes,
+            config.in_dtype,
+            weight_loader=lambda *_: None,
             global_num_experts=config.num_experts,
-        )  # fmt: skip
+        )
     for name, tensor in tensors.items():
         parameter = getattr(layer, name)
         if parameter.shape != tensor.shape:
@@ -150,12 +160,12 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
     """
     started()
     vllm.workspace(inputs.x.device)
-    how = SCHEMES[experts.scheme.name]
+    scheme = SCHEMES[experts.scheme.name]
     config = vllm.moe_config(experts, inputs, moe_backend=backend)
-    method = how.make(config)
+    method = scheme.make(config)
     tensors: dict[str, Tensor] = {}
     for which, q in zip(("w13", "w2"), experts.stored or (), strict=True):
-        tensors.update(how.tensors(which, q))
+        tensors.update(scheme.tensors(which, q))
     layer = layer_of(method, config, tensors)
     method.process_weights_after_loading(layer)
     runs = type(method.moe_kernel.impl.fused_experts).__name__
@@ -167,9 +177,10 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
 def call_of(method: Any, layer: nn.Module, inputs: Inputs) -> Call:
     """The call of the modular kernel that a method has made for a layer."""
     config: Any = layer.moe_config
-    given = {
+    options = {
         "activation": config.activation, "global_num_experts": config.num_experts,
         "expert_map": None, "apply_router_weight_on_input": False,
     }  # fmt: skip
-    operands = (layer.w13_weight, layer.w2_weight, inputs.topk_weights, inputs.topk_ids)
-    return lambda: method.moe_kernel.apply(inputs.x, *operands, **given)
+    return lambda: method.moe_kernel.apply(
+        inputs.x, layer.w13_weight, layer.w2_weight, inputs.topk_weights, inputs.topk_ids, **options
+    )

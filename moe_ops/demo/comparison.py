@@ -68,15 +68,15 @@ class Result(NamedTuple):
 def read(program: Program, windows: Tensor, bar: tqdm) -> tuple[float, list[Tensor], float]:
     """Return perplexity, the logits of each window, and tokens per second."""
     program.read(windows[0])  # compiles
-    loss, seconds, found = 0.0, 0.0, []
+    loss, seconds, all_logits = 0.0, 0.0, []
     for window in windows:
         start = now()
         logits = program.read(window)
         seconds += now() - start
         loss += torch.nn.functional.cross_entropy(logits[:-1], window[1:]).item()
-        found.append(logits)
+        all_logits.append(logits)
         bar.update(len(window))
-    return math.exp(loss / len(windows)), found, windows.numel() / seconds
+    return math.exp(loss / len(windows)), all_logits, windows.numel() / seconds
 
 
 def measure(
@@ -219,14 +219,18 @@ def main() -> int:
 
     place = torch.cuda.get_device_name() if on_gpu else "the CPU"
     written = results["moe_ops, compiled"]
-    print(f"moe_ops {__version__} on {place}. A Qwen3-MoE model of "
-          f"{model.num_parameters() / 1e6:.1f} million parameters writes:\n")  # fmt: skip
+    print(
+        f"moe_ops {__version__} on {place}. A Qwen3-MoE model of "
+        f"{model.num_parameters() / 1e6:.1f} million parameters writes:\n"
+    )
     print(args.prompt + tokenizer.decode(written.tokens))
     replayed = " The compiled model writes from a CUDA graph." if written.captured else ""
     if not on_gpu:
         print(f"\n{NO_KERNEL}")
-    show(f"It reads {windows.numel():,} held-out tokens, in float32.{replayed}",
-         run_lines(results, tied))  # fmt: skip
+    show(
+        f"It reads {windows.numel():,} held-out tokens, in float32.{replayed}",
+        run_lines(results, tied),
+    )
     show("Quantized by moe_ops.quantize_(model, scheme):", quality)
     if not on_gpu:
         show(f"On a GPU of {DEVICE} (moe-ops explain; times from the records):", kernel_lines())

@@ -63,15 +63,16 @@ def moe_fused_mul_sum(
         raise ValueError("topk_ids must be given to interpret expert_map, got None")
     checks.expert_map(expert_map, inputs)
     checks.device_scalar("num_valid_tokens", num_valid_tokens, checks.INDICES, "inputs", inputs)
-    arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER)
     if outputs is None:
-        return _mul_sum(*arguments)
+        return _mul_sum(inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER)
     checks.tensor("outputs", outputs, 2, checks.FLOATS)
     checks.same_tokens("outputs", outputs, "inputs", inputs)
     checks.same_device("outputs", outputs, "inputs", inputs)
     checks.size("outputs.shape[1]", outputs.shape[1], "inputs.shape[2]", inputs.shape[2])
     sizes.rows_apart("outputs", outputs)
-    ops.moe_fused_mul_sum_out(*arguments, out=outputs)
+    ops.moe_fused_mul_sum_out(
+        inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER, out=outputs
+    )
     return outputs
 
 

@@ -179,7 +179,7 @@ def _quant(
     dtype: torch.dtype | str,
     per_row: bool,
     block_shape: Sequence[int] | None,
-    given: Tensor | None,
+    scale: Tensor | None,
 ) -> str:
     """Return the key of the `moe_ops.Quant` that the arguments describe."""
     checks.flags(per_act_token_quant=per_row)
@@ -191,30 +191,30 @@ def _quant(
     if block_shape is not None and per_row:
         raise ValueError("per_act_token_quant must be False with block_shape, got True")
     if isinstance(dtype, str) and dtype in _FORMATS:
-        return _named(rows, dtype, per_row, cols, given)
+        return _named(rows, dtype, per_row, cols, scale)
     if not isinstance(dtype, torch.dtype) or dtype not in _ELEMENTS:
-        known = [*_ELEMENTS, *_FORMATS]
-        raise NotImplementedError(f"quant_dtype must be one of {known}, got {dtype!r}")
+        choices = [*_ELEMENTS, *_FORMATS]
+        raise NotImplementedError(f"quant_dtype must be one of {choices}, got {dtype!r}")
     group = "1x*" if per_row else "*x*"
     if cols is not None:
-        if given is not None:
+        if scale is not None:
             raise ValueError("A_scale must be None with block_shape, got a Tensor")
         if cols < 16 or cols & (cols - 1):
             raise ValueError(f"block_shape[1] must be a power of two >= 16, got {cols}")
         group = f"1x{cols}"
-    return f"{_ELEMENTS[dtype]}:{group}:float32" + ("" if given is None else ":static")
+    return f"{_ELEMENTS[dtype]}:{group}:float32" + ("" if scale is None else ":static")
 
 
-def _named(rows: Tensor, name: str, per_row: bool, cols: int | None, given: Tensor | None) -> str:
+def _named(rows: Tensor, name: str, per_row: bool, cols: int | None, scale: Tensor | None) -> str:
     quant = _FORMATS[name]
     if per_row:
         raise ValueError(f"per_act_token_quant must be False for {name}, got True")
     if cols is not None and cols != quant.group.cols:
         raise ValueError(f"block_shape[1] must be {quant.group.cols} for {name}, got {cols}")
-    if quant.global_scale != (given is not None):
+    if quant.global_scale != (scale is not None):
         wanted, got = ("a Tensor", "None") if quant.global_scale else ("None", "a Tensor")
         raise ValueError(f"A_scale must be {wanted} for {name}, got {got}")
-    if quant.element.packed and rows.shape[-1] % 2:
+    if rows.shape[-1] % quant.element.values_per_byte:
         last = rows.dim() - 1
         raise ValueError(f"A.shape[{last}] must be even for {name}, got {rows.shape[-1]}")
     return quant.key

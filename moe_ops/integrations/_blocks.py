@@ -21,16 +21,16 @@ def check_whole(name: str, block: Any) -> None:
             )
 
 
-def check_forward(name: str, module: Any, *known: Any) -> None:
+def check_forward(name: str, module: Any, *own: Any) -> None:
     """Raise ValueError if a module has a forward of its own, such as a hook of accelerate.
 
     Args:
         name: the module's name in the error.
         module: the module whose forward will be replaced, or will not be called any more.
-        *known: functions that may be the module's own forward.
+        *own: functions that may be the module's own forward.
     """
     forward = module.__dict__.get("forward")
-    if forward is not None and getattr(forward, "__func__", forward) not in known:
+    if forward is not None and getattr(forward, "__func__", forward) not in own:
         raise ValueError(
             f"{name} must not have a forward of its own (adapt a model before accelerate's hooks "
             f"are added), got {forward}"

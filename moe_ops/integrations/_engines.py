@@ -50,7 +50,7 @@ def or_say(engine: str, instead: str, register: Callable[[], str | None]) -> Non
         say_once(engine, f"{instead}: {reason}")
 
 
-def found(module: str, name: str) -> Any:
+def attribute_of(module: str, name: str) -> Any:
     """Return what a module calls ``name``, which may have dots, or None if it has no such name."""
     try:
         value: Any = import_module(module)

@@ -102,9 +102,14 @@ def moe_ops_fp8_experts(
         gate = partial(ops.activation, activation=activation.key)
     expert_map = map_for_few_experts(top_k_index, weights.w1.shape[0])
     return _fp8.static_experts(
-        hidden_states, weights.w1, weights.w2, weights.quant_config, _fp8.static_scales(self),
-        Routing(top_k_weights, top_k_index, expert_map), gate,
-    )  # fmt: skip
+        hidden_states,
+        weights.w1,
+        weights.w2,
+        weights.quant_config,
+        _fp8.static_scales(self),
+        Routing(top_k_weights, top_k_index, expert_map),
+        gate,
+    )
 
 
 def _run(
@@ -126,17 +131,12 @@ def _run(
         _refuse(lora, experts, "an activation that this library does not have")
         routing = Routing(top_k_weights, top_k_index, expert_map)
         return unfused_experts(experts, weights, x, routing, norm).to(hidden_states.dtype)
+    options: dict[str, Any] = {"activation": activation, "quant_config": config, "lora": lora}
+    options |= {"w1_bias": w1_bias, "w2_bias": w2_bias}
     if norm is not None:
         routing = Routing(top_k_weights, top_k_index, expert_map)
-        out = normed_experts(
-            x, w1, w2, routing, norm, activation=activation, w1_bias=w1_bias, w2_bias=w2_bias,
-            quant_config=config, lora=lora,
-        )  # fmt: skip
-        return out.to(hidden_states.dtype)
-    out = fused_experts(
-        x, w1, w2, top_k_weights, top_k_index, activation=activation, expert_map=expert_map,
-        w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config, lora=lora,
-    )  # fmt: skip
+        return normed_experts(x, w1, w2, routing, norm, **options).to(hidden_states.dtype)
+    out = fused_experts(x, w1, w2, top_k_weights, top_k_index, expert_map=expert_map, **options)
     return out.to(hidden_states.dtype)
 
 
@@ -155,7 +155,6 @@ def unfused_experts(
     w1, w2, w1_bias, w2_bias, config = weights
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     topk_weights, topk_ids, expert_map = routing
-    return gated_experts(
-        x, w1, w2, topk_weights, topk_ids, gate, is_gated=experts.has_gate, expert_map=expert_map,
-        w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config, norm=norm,
-    )  # fmt: skip
+    options: dict[str, Any] = {"is_gated": experts.has_gate, "quant_config": config, "norm": norm}
+    options |= {"expert_map": expert_map, "w1_bias": w1_bias, "w2_bias": w2_bias}
+    return gated_experts(x, w1, w2, topk_weights, topk_ids, gate, **options)

@@ -130,8 +130,7 @@ def static_experts(
     topk_weights, topk_ids, expert_map = routing
     scheme, num_experts, dtype = config.scheme, w1.shape[0], hidden_states.dtype
     kind = MoEActivation.SILU if w1.shape[1] == 2 * w2.shape[2] else MoEActivation.SILU_NO_MUL
-    experts = (hidden_states, w1, w2, None, None, kind, scheme, *config.tensors)
-    check_layer(*routing, -1, *experts)
+    check_layer(*routing, -1, hidden_states, w1, w2, None, None, kind, scheme, *config.tensors)
     tokens, k = topk_ids.shape
     expert = topk_ids.flatten().clamp(0, num_experts - 1)  # rows of sentinels are not read
     space = SlotRows.of(routing, num_experts, scheme, dtype)
@@ -139,16 +138,16 @@ def static_experts(
 
     cols = None if config.block_shape is None else config.block_shape[1]
 
-    def given(rows: Tensor, scales: Tensor) -> Rows:
+    def quantized(rows: Tensor, scales: Tensor) -> Rows:
         slots = topk_ids.view(-1, 1), expert_map, num_experts
         q, scale = ops.moe_quantize(rows, scales.float()[expert], None, *slots, STATIC.key)
         groups = 1 if cols is None else -(-rows.shape[1] // cols)
         return Rows(q, scale.expand(-1, groups).contiguous())
 
     x = hidden_states[:, None].expand(tokens, k, -1).flatten(0, 1)
-    h = gate(gemm(given(x, input_scales[0]), both.w1, space, 1, scheme, dtype))
+    h = gate(gemm(quantized(x, input_scales[0]), both.w1, space, 1, scheme, dtype))
     h = h.to(dtype).contiguous()
-    y = gemm(given(h, input_scales[1]), both.w2, space, 1, scheme, dtype)
+    y = gemm(quantized(h, input_scales[1]), both.w2, space, 1, scheme, dtype)
     return ops.moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_experts)
 
 

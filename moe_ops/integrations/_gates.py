@@ -98,10 +98,10 @@ def inner_of(module: nn.Module) -> Inner | None:
         return None
     inner = []
     for name, child in module._modules.items():
-        found = None if child is None else inner_of(child)
-        if found is None:
+        nested = None if child is None else inner_of(child)
+        if nested is None:
             return None
-        inner.append((name, found))
+        inner.append((name, nested))
     return type(module), tuple(inner)
 
 
@@ -205,13 +205,13 @@ def _recognised(
 ) -> Activation | None:
     numbers = [float.fromhex(value) for value in values]
     names = _attributes_read(gate, inner, absent) or ()
-    known: dict[str, Any] = {**dict.fromkeys(absent), **dict(zip(names, numbers, strict=True))}
+    attributes: dict[str, Any] = {**dict.fromkeys(absent), **dict(zip(names, numbers, strict=True))}
     if kind is not None:
-        known["act_fn"] = _FUNCTIONS[kind]
+        attributes["act_fn"] = _FUNCTIONS[kind]
     limits = sorted({number for number in numbers if isfinite(number) and number > 0})
     with _disable_current_modes(), torch.no_grad():
         probes = (_probe(limits), _probe(limits, MAGNITUDES))
-        expected = [_run(gate, known.__getitem__, inner, x) for x in probes]
+        expected = [_run(gate, attributes.__getitem__, inner, x) for x in probes]
         for x, y in zip(probes, expected, strict=True):
             if not isinstance(y, Tensor) or y.shape != (x.shape[0], x.shape[1] // 2):
                 return None

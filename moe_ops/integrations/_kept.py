@@ -43,15 +43,15 @@ def _looking(method: Any) -> Any:
     function: Callable[..., Any] = method.__func__ if makes else method
 
     @wraps(function)
-    def wrapper(owner: Any, *given: Any, **named: Any) -> Any:
+    def wrapper(owner: Any, *args: Any, **named: Any) -> Any:
         outer = _INSIDE.get()
         token = _INSIDE.set(True)
         try:
-            result = function(owner, *given, **named)
+            result = function(owner, *args, **named)
         finally:
             _INSIDE.reset(token)
         if not outer:
-            asked = named.get("experts_implementation", None if makes else next(iter(given), None))
+            asked = named.get("experts_implementation", None if makes else next(iter(args), None))
             say_what_is_kept(result if makes else owner, asked)
         return result
 

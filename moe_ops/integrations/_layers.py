@@ -32,9 +32,16 @@ def new_layer(experts: Any, scheme: Scheme | None) -> FusedMoE:
     num_experts, *sizes = experts.down_proj.shape
     hidden, width = reversed(sizes) if experts.is_transposed else sizes
     return FusedMoE(
-        num_experts, 1, hidden, width, scheme=scheme, params_dtype=first.dtype,
-        activation=_storage_activation(experts), has_bias=experts.has_bias, device="meta",
-    )  # fmt: skip
+        num_experts,
+        1,
+        hidden,
+        width,
+        scheme=scheme,
+        params_dtype=first.dtype,
+        activation=_storage_activation(experts),
+        has_bias=experts.has_bias,
+        device="meta",
+    )
 
 
 def _storage_activation(experts: Any) -> str:

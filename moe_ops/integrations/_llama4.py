@@ -79,9 +79,15 @@ def _routed(
     activation: Any = kind_of(experts.act_fn)
     w1, w2 = experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2)
     return fused_experts(
-        x, w1, w2, topk_weights, topk_ids, activation=activation, apply_router_weight_on_input=True,
+        x,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation=activation,
+        apply_router_weight_on_input=True,
         lora=lora,
-    )  # fmt: skip
+    )
 
 
 def adaptation(name: str, block: Any) -> Callable[[], None]:

@@ -42,9 +42,14 @@ def experts_forward(
     count = self.num_routed_experts
     activation: Any = kind_of(self.act_fn)
     routed = fused_experts(
-        hidden_states, self.gate_up_proj[:count], self.down_proj, top_k_weights, top_k_index,
-        activation=activation, expert_map=map_for_few_experts(top_k_index, count),
-    )  # fmt: skip
+        hidden_states,
+        self.gate_up_proj[:count],
+        self.down_proj,
+        top_k_weights,
+        top_k_index,
+        activation=activation,
+        expert_map=map_for_few_experts(top_k_index, count),
+    )
     weight = top_k_weights.float().masked_fill(top_k_index < count, 0.0).sum(1, keepdim=True)
     unchanged = weight * self.identity_expert(hidden_states)
     return routed + unchanged.to(routed.dtype)

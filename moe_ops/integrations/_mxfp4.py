@@ -21,8 +21,8 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._blocks import check_forward, check_whole
 from moe_ops.integrations._experts import HOST, Weights, map_for_few_experts
+from moe_ops.pipeline.forms import reads_packed
 from moe_ops.pipeline.fused_experts import fused_experts
-from moe_ops.pipeline.packing import reads_packed
 from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig, pack_weight
 from moe_ops.tensors import QTensor
 
@@ -116,9 +116,12 @@ def adaptation(name: str, block: Any) -> Callable[[], None]:
     # Made once: Dynamo reads its key; floats of the module would become inputs of the graph.
     activation = Activation(MoEActivation.SWIGLUOAI, experts.limit, experts.alpha, 1.0)
     trial = SimpleNamespace(
-        **_converted(name, experts), activation=activation, _modules=experts._modules,
-        gate_up_proj_bias=experts.gate_up_proj_bias, down_proj_bias=experts.down_proj_bias,
-    )  # fmt: skip
+        **_converted(name, experts),
+        activation=activation,
+        _modules=experts._modules,
+        gate_up_proj_bias=experts.gate_up_proj_bias,
+        down_proj_bias=experts.down_proj_bias,
+    )
     with torch.no_grad():
         like = {"dtype": block.router.weight.dtype, "device": trial.down_proj.device}
         rows = torch.zeros(0, experts.hidden_size, **like)

@@ -36,11 +36,11 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def wrappers_of(outer: Any) -> tuple[list[Any], Any]:
     """Nested wrappers, outermost first, and the experts module inside."""
-    found = []
+    wrappers = []
     while is_wrapper(outer):
-        found.append(outer)
+        wrappers.append(outer)
         outer = outer.base_layer
-    return found, outer
+    return wrappers, outer
 
 
 def chosen(experts: Any) -> bool:

@@ -51,9 +51,9 @@ def expert_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modul
         yield name, module
         return
     inner = [
-        found
+        named
         for child_name, child in module.named_children()
-        for found in expert_modules(child, f"{name}.{child_name}".lstrip("."))
+        for named in expert_modules(child, f"{name}.{child_name}".lstrip("."))
     ]
     yield from inner
     # A block whose experts are not recognised (Doge's are embeddings).

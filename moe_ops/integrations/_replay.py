@@ -80,30 +80,30 @@ def replay_routing(model: nn.Module, routing: Routing) -> Iterator[None]:
         Rollout routing replay (arXiv 2510.11370).
     """
     blocks = {name: (experts, block) for name, experts, block in _experts_in(model)}
-    for name, given in routing.items():
+    for name, chosen in routing.items():
         checks.one_of("a name of routing", name, tuple(blocks))
-        for ids in [given] if isinstance(given, Tensor) else given:
+        for ids in [chosen] if isinstance(chosen, Tensor) else chosen:
             checks.tensor(f"routing[{name!r}]", ids, 2, checks.INDICES)
     with ExitStack() as stack:
-        for name, given in routing.items():
+        for name, chosen in routing.items():
             experts, block = blocks[name]
-            _install(stack, _Replayed(name, given, experts.num_experts), experts, block)
+            _install(stack, _Replayed(name, chosen, experts.num_experts), experts, block)
         yield
 
 
 def _experts_in(model: nn.Module) -> list[tuple[str, Any, nn.Module]]:
     """Name, experts and parent of each experts module, whose router runs in the parent."""
-    found = [
+    blocks = [
         (name, module, model.get_submodule(name.rpartition(".")[0]))
         for name, module in model.named_modules()
         if is_decorated(module)
     ]
-    if not found:
+    if not blocks:
         raise ValueError(
             "model must have experts that transformers dispatches, got "
             f"{type(model).__name__} without any"
         )
-    return found
+    return blocks
 
 
 def _recorder(seen: list[Tensor]) -> Callable[..., None]:
@@ -120,9 +120,9 @@ class _Replayed(TorchFunctionMode):
     `torch.compile` traces a mode that exists before the forward.
     """
 
-    def __init__(self, name: str, given: Tensor | Sequence[Tensor], num_experts: int) -> None:
+    def __init__(self, name: str, steps: Tensor | Sequence[Tensor], num_experts: int) -> None:
         super().__init__()
-        self.name, self.given, self.num_experts = name, given, num_experts
+        self.name, self.steps, self.num_experts = name, steps, num_experts
         self.forwards, self.scored = 0, False
         self.ids: Any = None
         """The ids of the forward that is under way."""
@@ -132,17 +132,17 @@ class _Replayed(TorchFunctionMode):
     def begin(self) -> None:
         """Take the ids of the next forward."""
         self.chosen, self.scored = None, False
-        if isinstance(self.given, Tensor):
-            self.ids = self.given
+        if isinstance(self.steps, Tensor):
+            self.ids = self.steps
             return
-        if self.forwards == len(self.given):
+        if self.forwards == len(self.steps):
             raise ValueError(
-                f"routing[{self.name!r}] must have a tensor for each forward, got {len(self.given)}"
+                f"routing[{self.name!r}] must have a tensor for each forward, got {len(self.steps)}"
             )
-        self.ids = self.given[self.forwards]
+        self.ids = self.steps[self.forwards]
         self.forwards += 1
 
-    def known(self) -> Tensor:
+    def valid(self) -> Tensor:
         """Which slots name an expert."""
         return (self.ids >= 0) & (self.ids < self.num_experts)
 
@@ -178,12 +178,12 @@ class _Replayed(TorchFunctionMode):
         A slot without an expert has the score 0 or the logit -inf. The weights of a token without
         any expert may become NaN: nothing reads them, and the mask stops their gradient.
         """
-        name, known = f"routing[{self.name!r}].shape[0]", self.known()
+        name, valid = f"routing[{self.name!r}].shape[0]", self.valid()
         checks.size(name, self.ids.shape[0], "the number of tokens", scores.shape[0])
         if self.chosen is None:
-            self.chosen = torch.where(known, self.ids, 0).to(torch.int64)
+            self.chosen = torch.where(valid, self.ids, 0).to(torch.int64)
         values = scores.gather(1, self.chosen)
-        return values.masked_fill(~known, 0.0 if self.scored else -torch.inf)
+        return values.masked_fill(~valid, 0.0 if self.scored else -torch.inf)
 
 
 def _install(stack: ExitStack, replayed: _Replayed, experts: Any, block: nn.Module) -> None:
@@ -203,12 +203,12 @@ def _install(stack: ExitStack, replayed: _Replayed, experts: Any, block: nn.Modu
                 f"{replayed.num_experts} experts by topk, as many as there are columns, got "
                 f"{replayed.ids.shape[1]} columns; leave it out to let the router choose"
             )
-        known = replayed.known()
-        given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
-        weights = given["top_k_weights"]
-        given["top_k_index"] = torch.where(known, replayed.chosen, replayed.num_experts)
-        given["top_k_weights"] = torch.where(known, weights, 0.0)
-        return (), given
+        valid = replayed.valid()
+        arguments = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        weights = arguments["top_k_weights"]
+        arguments["top_k_index"] = torch.where(valid, replayed.chosen, replayed.num_experts)
+        arguments["top_k_weights"] = torch.where(valid, weights, 0.0)
+        return (), arguments
 
     hook = experts.register_forward_pre_hook(skip, with_kwargs=True)
     stack.callback(hook.remove)

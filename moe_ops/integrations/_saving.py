@@ -138,10 +138,10 @@ class MoeOpsQuantizer(HfQuantizer):
             layer.reset_parameters()
             prefix = entry["checkpoint"]
             others = [key for key in experts.state_dict() if not key.startswith(f"{LAYER}.")]
-            how: dict[str, Any] = {"prefix": prefix, "progress": False, "strict": not others}
-            report = load_checkpoint(layer, self._folder, **how)
-            known = {f"{prefix}.{key}" for key in others}  # loaded by transformers: a norm
-            report = report._replace(unexpected=tuple(sorted({*report.unexpected} - known)))
+            options: dict[str, Any] = {"prefix": prefix, "progress": False, "strict": not others}
+            report = load_checkpoint(layer, self._folder, **options)
+            elsewhere = {f"{prefix}.{key}" for key in others}  # loaded by transformers: a norm
+            report = report._replace(unexpected=tuple(sorted({*report.unexpected} - elsewhere)))
             if not report.is_complete:
                 raise ValueError(
                     f"path must hold the experts of {name} exactly, got missing {report.missing}, "
@@ -329,8 +329,8 @@ def _read_record(config: Any) -> dict[str, Any]:
             f"moe_ops.quantize_ has quantized, got {record!r}"
         )
     for name, entry in record.items():
-        said = entry if isinstance(entry, dict) else {}
-        if not all(isinstance(said.get(key), str) for key in ("scheme", "checkpoint")):
+        words = entry if isinstance(entry, dict) else {}
+        if not all(isinstance(words.get(key), str) for key in ("scheme", "checkpoint")):
             raise ValueError(
                 f"config.{RECORD} must have a scheme and a checkpoint for {name}, got {entry!r}"
             )
@@ -344,13 +344,13 @@ def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path
         ValueError: experts that the model does not have, or that the record does not have; a broken
             file.
     """
-    known = [
+    names = [
         name for name, module in _reach.expert_modules(model, "") if _reach.is_decorated(module)
     ]
     for name in record:
-        if name not in known:
+        if name not in names:
             raise ValueError(
-                f"config.{RECORD} must name experts modules of the model ({', '.join(known)}), got "
+                f"config.{RECORD} must name experts modules of the model ({', '.join(names)}), got "
                 f"{name!r}"
             )
     stored = {entry["checkpoint"] for entry in record.values()}
@@ -366,10 +366,10 @@ def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path
 
 def _record(model: PreTrainedModel) -> dict[str, Any]:
     """Return the entries of all quantized experts modules."""
-    known = getattr(model.config, RECORD, None) or {}
+    entries = getattr(model.config, RECORD, None) or {}
     record: dict[str, Any] = {}
     for name, experts in _quantized(model):
-        names = known.get(name, {}).get("projections") or _projections(model, name, experts)
+        names = entries.get(name, {}).get("projections") or _projections(model, name, experts)
         layer: Any = quantized_layer(experts)
         stored = _stored_name(model, f"{name}.0.{names['w2']}.weight_scale").rsplit(".", 3)[0]
         record[name] = {
@@ -397,13 +397,13 @@ def _projections(model: PreTrainedModel, name: str, experts: Any) -> dict[str, s
     parts = (("gate_up_proj" if layer.sizes.gated else "up_proj", numbers[:, :-1]),
              ("down_proj", numbers[:, -1:]))  # fmt: skip
     plain = {f"{name}.{key}": x.mT if experts.is_transposed else x for key, x in parts}
-    found: dict[str, str] = {}
+    projections: dict[str, str] = {}
     for key, x in revert_weight_conversion(model, plain).items():
         match = re.search(r"\.0\.(\w+)\.weight$", key)
         if match and x.numel() == 1 and match[1] in PROJECTIONS:
-            found[shards[int(x)]] = match[1]
-    if len(found) == len(shards):
-        return found
+            projections[shards[int(x)]] = match[1]
+    if len(projections) == len(shards):
+        return projections
     return NAMES if layer.sizes.gated else {"w1": NAMES["w3"], "w2": NAMES["w2"]}
 
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from moe_ops.integrations._engines import found
+from moe_ops.integrations._engines import attribute_of
 
 ENGINES = ("vllm", "sglang")
 MARK = "ANSWER "
@@ -59,8 +59,8 @@ def _asked(name: str) -> Engine:
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             return Engine(**json.loads(line[len(MARK) :]))
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return Engine(leaves={"everything": said[-1].strip() if said else f"exit {done.returncode}"})
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return Engine(leaves={"everything": lines[-1].strip() if lines else f"exit {done.returncode}"})
 
 
 def ask(name: str) -> Engine:
@@ -74,7 +74,7 @@ def ask(name: str) -> Engine:
     logger.setLevel(logging.INFO)
     plugin.register()
     logger.removeHandler(handler)
-    answer = Engine(found(name, "__version__"), log=lines)
+    answer = Engine(attribute_of(name, "__version__"), log=lines)
     switched_off = os.environ.get(plugin.SWITCH) == "0"
     formats: dict[str, Any] = import_module(f"{plugin.__name__}._interface").formats()
     for kind, lacks in formats.items():

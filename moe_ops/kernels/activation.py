@@ -204,8 +204,8 @@ def _activation_backward_kernel(
     """One program computes the row of one slot; of a skipped slot, the product 0 alone."""
     take_turn()
     slot = tl.program_id(0).to(tl.int64)
-    found = local_experts(topk_ids, expert_map, slot, True, num_ids, num_experts)
-    width = tl.where(found >= 0, WIDTH, 0)
+    expert = local_experts(topk_ids, expert_map, slot, True, num_ids, num_experts)
+    width = tl.where(expert >= 0, WIDTH, 0)
     weight = 1.0
     if topk_weights is not None:
         weight = tl.load(topk_weights + slot).to(tl.float32)

@@ -94,9 +94,9 @@ def _align_kernel(
     """Each program places the slots of one expert or of a few experts."""
     take_turn()
     slot = tl.arange(0, CHUNK)
-    found = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
+    buckets = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
     place_buckets(
-        found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
+        buckets, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
         num_slots, num_rows, num_tiles, num_buckets, TILE, BUCKETS,
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def _align_blocks_kernel(
     )
     block, blocks = tl.program_id(0), tl.num_programs(0)
     bucket = tl.arange(0, BUCKETS)
-    found, count, before, own = count_slots(
+    buckets, count, before, own = count_slots(
         topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
         BUCKETS, BLOCK, FEW, ACROSS, ROWS,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def _align_blocks_kernel(
     first_row, used_tiles = first_tile * TILE, tl.sum(tiles)
     WHOLE: tl.constexpr = expert_ids is None
 
-    slot, own_bucket, row = sort_in_block(found, first_row + before, own, num_buckets, BLOCK)
+    slot, own_bucket, row = sort_in_block(buckets, first_row + before, own, num_buckets, BLOCK)
     tl.store(slots + row, slot, mask=own_bucket < num_buckets)
 
     name = bucket
@@ -171,8 +171,9 @@ def moe_align_block_size(
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch one kernel for few slots (a program per expert), two for many (one per block)."""
-    how = (block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
-    plan = empty_plan(topk_ids, expert_map, *how)
+    plan = empty_plan(
+        topk_ids, expert_map, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
+    )
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
     sizes = plan[0].shape[0], plan[1].shape[0]
     _align_slots(plan, sizes, topk_ids, bucket_map, names, block_size, num_experts)
@@ -188,8 +189,7 @@ def plan_slots(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Make a plan in one tensor; launch nothing if slots are so few that no GEMM reads a plan."""
-    layer = (num_experts, scheme, dtype, batch_invariant)
-    plan = empty_plan_slots(topk_ids, expert_map, *layer)
+    plan = empty_plan_slots(topk_ids, expert_map, num_experts, scheme, dtype, batch_invariant)
     if not is_direct(topk_ids.numel(), num_experts):
         rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
         _write_plan(plan, topk_ids, expert_map, num_experts, rule)

@@ -25,7 +25,7 @@ from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import next_power_of_2
 from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slots, sort_in_block
-from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
+from moe_ops.kernels.quantize import quantize_rows, shape_of_values, warps
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert", "max_rows"])
@@ -40,11 +40,11 @@ def _places_kernel(
     Outputs that are None are not written; ``rows`` is -1 for a slot without a place.
     """
     take_turn()
-    found, count, before, own = count_slots(
+    buckets, count, before, own = count_slots(
         topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
         BUCKETS, BLOCK, FEW, ACROSS, ROWS,
     )  # fmt: skip
-    slot, bucket, rank = sort_in_block(found, before, own, num_buckets, BLOCK)
+    slot, bucket, rank = sort_in_block(buckets, before, own, num_buckets, BLOCK)
     placed = (bucket < num_buckets) & (rank < max_rows)
     row = tl.where(placed, bucket * max_rows + rank, -1)
     if slots is not None:
@@ -74,8 +74,7 @@ def batched_rows(
 ) -> Tensor:
     """One launch for few slots; for many one that counts and one that places."""
     rows = empty_places(topk_ids, first_expert, num_local_experts, max_num_tokens)
-    out = (None, rows, None, None)
-    _find_places(topk_ids, first_expert, num_local_experts, max_num_tokens, *out)
+    _find_places(topk_ids, first_expert, num_local_experts, max_num_tokens, None, rows, None, None)
     return rows
 
 
@@ -129,14 +128,17 @@ def batched_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the places, then copy or quantize."""
     check_room(x, max_num_tokens, drops)
-    places = (topk_ids, first_expert, num_local_experts, max_num_tokens)
-    result = empty_dispatched(x, scale, topk_weights, *places, quant)
+    result = empty_dispatched(
+        x, scale, topk_weights, topk_ids, first_expert, num_local_experts, max_num_tokens, quant
+    )
     out, row_scale, counts, num_dropped = result
     slots = topk_ids.new_empty(num_local_experts * max_num_tokens, dtype=torch.int32)
-    _find_places(*places, slots, None, counts, num_dropped)
+    _find_places(
+        topk_ids, first_expert, num_local_experts, max_num_tokens, slots, None, counts, num_dropped
+    )
     rows = Rows(
         x,
-        unpacked(out, quant),
+        shape_of_values(out, quant),
         slots=slots,
         topk_weights=topk_weights,
         top_k=topk_ids.shape[1],
@@ -161,7 +163,7 @@ def batched_quantize(
 ) -> tuple[Tensor, Tensor]:
     """One launch; two if an expert's rows share a scale that comes from the data."""
     out = empty_quantized(x, scale, expert_num_tokens, quant)
-    rows = Rows(x, unpacked(out[0], quant), counts=expert_num_tokens)
+    rows = Rows(x, shape_of_values(out[0], quant), counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
     return out
 
@@ -171,6 +173,6 @@ def batched_activation_quantize(
 ) -> tuple[Tensor, Tensor]:
     """One launch; two if an expert's rows share a scale that comes from the data."""
     out = empty_activated_quantized(x, scale, expert_num_tokens, activation, quant)
-    rows = Rows(x, unpacked(out[0], quant), activation, counts=expert_num_tokens)
+    rows = Rows(x, shape_of_values(out[0], quant), activation, counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
     return out

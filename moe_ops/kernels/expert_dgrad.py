@@ -113,14 +113,15 @@ def expert_dgrad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Unpack the weight if it is packed; then launch a program for each tile of the plan."""
-    how = (tiles, top_k, scheme, batch_invariant)
-    out = empty_rows(a, w, w_scale, w_zero_point, w_global_scale, *how)
+    out = empty_rows(
+        a, w, w_scale, w_zero_point, w_global_scale, tiles, top_k, scheme, batch_invariant
+    )
     (num_slots, k), (num_experts, n, _) = out.shape, w.shape
     if num_slots == 0:
         return out
-    rule, known = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
+    rule, parsed = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
     if is_packed(w):
-        w = plain_data(w, known.weight)
+        w = plain_data(w, parsed.weight)
         w_scale, w_zero_point = swapped(w_scale), swapped(w_zero_point)
     direct = tiles[1] is not None and is_direct(num_slots, num_experts)
     tile = 16 if direct else row_tile(rule, num_slots, num_experts)
@@ -128,10 +129,10 @@ def expert_dgrad(
     if not direct and sizes.block_m != tile:
         plan = split_tiles(told[0], num_slots, num_experts, rule, sizes.block_m)
         told = (plan, *told[1:-1], plan.shape[0])
-    w = entries(w, known.weight)
+    w = entries(w, parsed.weight)
     halves = 1 if w_global_scale is None else w_global_scale.numel() // num_experts
-    shares = rows_per_scale(w_scale, known.weight, n), n // halves
-    variant = Variant(n, k, top_k, known, "", *shares, w.dtype == torch.uint16, False)
+    shares = rows_per_scale(w_scale, parsed.weight, n), n // halves
+    variant = Variant(n, k, top_k, parsed, "", *shares, w.dtype == torch.uint16, False)
     blocks = tile // sizes.block_m * cdiv(k, sizes.block_k)
     programs = max_row_tiles(num_slots, num_experts, tile) * blocks
     _launch(n, k, top_k, variant.weight_format(sizes), sizes)(

@@ -69,8 +69,8 @@ def load_slots_of(
             slot = tl.load(tiles + HEADER + row, mask=row < end, other=-1)
         real = slot.to(tl.uint32) < num_slots.to(tl.uint32)
     else:
-        found = local_experts(tiles, expert_map, row, row < end, num_ids, num_experts)
-        slot, real = row, found == expert
+        owner = local_experts(tiles, expert_map, row, row < end, num_ids, num_experts)
+        slot, real = row, owner == expert
     return tl.where(real, slot, 0).to(tl.uint32), real
 
 
@@ -173,8 +173,7 @@ def expert_wgrad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Launch one program for each tile of each expert's gradient."""
-    how = (scheme, out_dtype, batch_invariant)
-    out = empty_weights(dy, x, topk_weights, tiles, num_experts, *how)
+    out = empty_weights(dy, x, topk_weights, tiles, num_experts, scheme, out_dtype, batch_invariant)
     num_slots, tile = _slots_and_tile(dy, tiles, num_experts, scheme, batch_invariant)
     if num_slots == 0:
         return out.zero_()
@@ -216,8 +215,8 @@ def _expert_bias_grad_kernel(
 def _bias_launch(n: int, top_k: int, tile: int) -> tuple[Launch, int]:
     """The kernel, and programs along a row."""
     block = min(64, next_power_of_2(max(n, 16)))
-    how = {"TILE": tile, "BLOCK_M": 32, "BLOCK_N": block}
-    return Launch(_expert_bias_grad_kernel, N=n, TOP_K=top_k, **how), cdiv(n, block)
+    tiles = {"TILE": tile, "BLOCK_M": 32, "BLOCK_N": block}
+    return Launch(_expert_bias_grad_kernel, N=n, TOP_K=top_k, **tiles), cdiv(n, block)
 
 
 def expert_bias_grad(
@@ -229,9 +228,8 @@ def expert_bias_grad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Launch one program for each piece of each expert's gradient."""
-    how = (scheme, batch_invariant)
-    out = empty_biases(dy, topk_weights, tiles, num_experts, *how)
-    num_slots, tile = _slots_and_tile(dy, tiles, num_experts, *how)
+    out = empty_biases(dy, topk_weights, tiles, num_experts, scheme, batch_invariant)
+    num_slots, tile = _slots_and_tile(dy, tiles, num_experts, scheme, batch_invariant)
     if num_slots == 0:
         return out.zero_()
     n = dy.shape[1]

@@ -29,12 +29,12 @@ def _permutation_kernel(
 ):  # fmt: skip
     """One program places the slots of one block; skipped slots go behind all others."""
     take_turn()
-    found, count, before, own = count_slots(
+    buckets, count, before, own = count_slots(
         topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
         BUCKETS, BLOCK, FEW, ACROSS, ROWS,
     )  # fmt: skip
     end, block = tl.cumsum(count, 0), tl.program_id(0)
-    slot, bucket, row = sort_in_block(found, end - count + before, own, num_buckets, BLOCK)
+    slot, bucket, row = sort_in_block(buckets, end - count + before, own, num_buckets, BLOCK)
     # Ahead of a skipped slot: earlier blocks, this one's slots up to it, later blocks' placed ones.
     placed_later = tl.sum(count - before - own)
     last_rows = block * BLOCK + tl.arange(0, BLOCK) + placed_later

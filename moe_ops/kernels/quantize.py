@@ -93,16 +93,16 @@ def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tenso
         grid = (cdiv(count * split.pieces, split.count), experts)
         kernel(grid, *rows.arguments(), dense(scale), q, row_scale, count)
         return
-    given, partials = _given(rows, scale) if scale is not None else _partial_maxima(rows)
+    scales, partials = _given(rows, scale) if scale is not None else _partial_maxima(rows)
     kernel, split = _scaled_launch(rows.constants(), quant, width, partials)
     grid = (cdiv(count * split.pieces, split.count), experts)
-    kernel(grid, *rows.arguments(), *given, q, row_scale, count)
+    kernel(grid, *rows.arguments(), *scales, q, row_scale, count)
 
 
-def unpacked(q: Tensor, quant: str) -> tuple[int, ...]:
+def shape_of_values(q: Tensor, quant: str) -> tuple[int, ...]:
     """The shape of ``q`` in numbers: 4-bit elements are stored two to a byte."""
     *rows, width = q.shape
-    return (*rows, 2 * width) if quant and parse_quant(quant).element.packed else (*rows, width)
+    return (*rows, width * parse_quant(quant).element.values_per_byte) if quant else (*rows, width)
 
 
 def _scale_nothing(scale: Tensor | None, quant: Quant, out: Tensor) -> None:
@@ -146,7 +146,7 @@ def moe_quantize(
     out = empty_rows(x, scale, topk_weights, topk_ids, expert_map, num_local_experts, quant)
     rows = Rows(
         x,
-        (1, *unpacked(out[0], quant)),
+        (1, *shape_of_values(out[0], quant)),
         topk_weights=topk_weights,
         top_k=1 if topk_weights is None else topk_weights.shape[1],
         topk_ids=topk_ids,
@@ -186,7 +186,7 @@ def activation_quantize(
     out = empty_activated(x, scale, topk_ids, expert_map, num_local_experts, activation, quant)
     rows = Rows(
         x,
-        (1, *unpacked(out[0], quant)),
+        (1, *shape_of_values(out[0], quant)),
         activation,
         topk_ids=topk_ids,
         expert_map=expert_map,

@@ -61,17 +61,17 @@ def _hash_topk_kernel(
     row = gating_output + token * stride_row
     slot = tl.arange(0, SLOTS)
     word = tl.load(input_ids + token).to(tl.int64)
-    known = slot < tl.where((word >= 0) & (word < VOCABULARY), TOPK, 0)
-    ids = tl.load(table + word * TOPK + slot, mask=known, other=-1)
-    known = known & (ids >= 0) & (ids < NUM_EXPERTS)
+    listed = slot < tl.where((word >= 0) & (word < VOCABULARY), TOPK, 0)
+    ids = tl.load(table + word * TOPK + slot, mask=listed, other=-1)
+    listed = listed & (ids >= 0) & (ids < NUM_EXPERTS)
     peak, inverse = 0.0, 0.0
     if SCORING == "softmax":
         expert = tl.arange(0, EXPERTS)
         valid = expert < NUM_EXPERTS
         logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
         peak, inverse = softmax_terms(logits, valid & is_finite(logits))
-    weights = chosen_weights(row, ids, known, peak, inverse, SCORING)
-    ids = tl.where(known, ids, -1).to(tl.int32)
+    weights = chosen_weights(row, ids, listed, peak, inverse, SCORING)
+    ids = tl.where(listed, ids, -1).to(tl.int32)
     at = token * TOPK + slot
     store_routing(topk_weights, topk_ids, at, slot < TOPK, weights, ids, RENORMALIZE, SCALE)
 
@@ -144,16 +144,20 @@ def topk_constants(
 
 
 @lru_cache(maxsize=1024)
-def _topk_launch(many: bool, num_experts: int, *how: Any) -> tuple[int, Launch]:
+def _topk_launch(
+    many: bool, num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
+) -> tuple[int, Launch]:
     """Tokens per program, and the kernel.
 
     With many tokens a program takes as many as give a thread up to 16 experts and 4 slots. Only the
     exact path, which is rarely taken, needs more registers.
     """
-    each = max(1, min(512 // _block(num_experts), 128 // _block(how[0]))) if many else 1
+    each = max(1, min(512 // _block(num_experts), 128 // _block(topk))) if many else 1
     limit = {"maxnreg": REGISTERS} if many and num_experts <= 512 else {}
-    constants = {**topk_constants(each, num_experts, *how), "MANY": many, **limit}
-    return each, Launch(_fused_topk_kernel, **constants, num_warps=_num_warps(num_experts))
+    constants = topk_constants(each, num_experts, topk, renormalize, scoring_func, scale)
+    return each, Launch(
+        _fused_topk_kernel, **constants, MANY=many, **limit, num_warps=_num_warps(num_experts)
+    )
 
 
 def fused_topk(
@@ -165,12 +169,14 @@ def fused_topk(
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch one program per token, or one per few tokens if there are many."""
-    bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
-    result = empty_topk(gating_output, bias, *how)
+    bias, scale = e_score_correction_bias, routed_scaling_factor
+    result = empty_topk(gating_output, bias, topk, renormalize, scoring_func, scale)
     tokens, num_experts = gating_output.shape
     if tokens:
         logits = by_rows(gating_output)
-        each, launch = _topk_launch(tokens >= MANY_TOKENS, num_experts, *how)
+        each, launch = _topk_launch(
+            tokens >= MANY_TOKENS, num_experts, topk, renormalize, scoring_func, scale
+        )
         grid = (cdiv(tokens, each),)
         launch(grid, logits, dense(bias), *result, tokens, logits.stride(0))
     return result
@@ -217,16 +223,26 @@ def grouped_topk(
     topk_group: int,
 ) -> tuple[Tensor, Tensor]:
     """Launch as `fused_topk` does; call `fused_topk` if every group is chosen."""
-    bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
+    bias, scale = e_score_correction_bias, routed_scaling_factor
     if topk_group == num_expert_group:
         check_groups(gating_output.shape[-1], topk, num_expert_group, topk_group)
-        return fused_topk(gating_output, bias, *how)
-    result = empty_grouped(gating_output, bias, *how, num_expert_group, topk_group)
+        return fused_topk(gating_output, bias, topk, renormalize, scoring_func, scale)
+    result = empty_grouped(
+        gating_output, bias, topk, renormalize, scoring_func, scale, num_expert_group, topk_group
+    )
     tokens, num_experts = gating_output.shape
     if tokens:
         logits, has_bias = by_rows(gating_output), bias is not None
         each, launch = _grouped_launch(
-            tokens >= MANY_TOKENS, num_experts, *how, num_expert_group, topk_group, has_bias
+            tokens >= MANY_TOKENS,
+            num_experts,
+            topk,
+            renormalize,
+            scoring_func,
+            scale,
+            num_expert_group,
+            topk_group,
+            has_bias,
         )
         grid = (cdiv(tokens, each),)
         launch(grid, logits, dense(bias), *result, tokens, logits.stride(0))
@@ -254,15 +270,15 @@ def hash_topk(
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch one program per token."""
-    how = (renormalize, scoring_func, routed_scaling_factor)
-    result = empty_hashed(gating_output, input_ids, table, *how)
+    weighing = (renormalize, scoring_func, routed_scaling_factor)
+    result = empty_hashed(gating_output, input_ids, table, *weighing)
     tokens, num_experts = gating_output.shape
     if tokens:
         logits, table = by_rows(gating_output), dense(table)
         vocabulary, topk = table.shape
-        _hash_launch(num_experts, topk, *how)(
+        _hash_launch(num_experts, topk, *weighing)(
             (tokens,), logits, dense(input_ids), table, *result, logits.stride(0), num_experts,
-            vocabulary,
+            vocabulary
         )  # fmt: skip
     return result
 
@@ -310,13 +326,13 @@ def topk_backward(
     routed_scaling_factor: float,
 ) -> Tensor:
     """Launch one program per token."""
-    how = (renormalize, scoring_func, routed_scaling_factor)
-    out = empty_gradient(grad, gating_output, topk_ids, *how)
+    weighing = (renormalize, scoring_func, routed_scaling_factor)
+    out = empty_gradient(grad, gating_output, topk_ids, *weighing)
     tokens, num_experts = gating_output.shape
     if tokens:
         logits = by_rows(gating_output)
-        _backward_launch(num_experts, topk_ids.shape[1], *how)(
+        _backward_launch(num_experts, topk_ids.shape[1], *weighing)(
             (tokens,), grad.contiguous(), logits, dense(topk_ids), out, logits.stride(0),
-            num_experts,
+            num_experts
         )  # fmt: skip
     return out

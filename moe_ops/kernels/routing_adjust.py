@@ -34,9 +34,9 @@ def _adjust_kernel(
     ids = tl.load(topk_ids + source, mask=routed, other=0)
     weights = tl.load(topk_weights + source, mask=routed, other=0.0).to(tl.float32)
     if per_expert_scale is not None:
-        known = routed & (ids >= 0) & (ids < NUM_EXPERTS)
-        scale = tl.load(per_expert_scale + ids, mask=known, other=1.0).to(tl.float32)
-        weights = tl.where(known, weights * scale, weights)
+        scaled = routed & (ids >= 0) & (ids < NUM_EXPERTS)
+        scale = tl.load(per_expert_scale + ids, mask=scaled, other=1.0).to(tl.float32)
+        weights = tl.where(scaled, weights * scale, weights)
     ids = tl.where(routed, ids, (NUM_EXPERTS + slot - TOP_K).to(ids.dtype))
     weights = tl.where(routed, weights, SHARED_WEIGHT)
     if is_padding is not None:

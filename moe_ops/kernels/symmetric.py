@@ -71,10 +71,10 @@ def _send_kernel(
     group = tl.arange(0, triton.next_power_of_2(SCALES) if SCALES > 0 else 1)
     for i in range(0, (rows_per_rank - program + step - 1) // step):
         token = program + i * step
-        known = (slot < TOP_K) & (token < num_tokens)
-        ids = tl.load(topk_ids + token * TOP_K + slot, mask=known, other=-1)
-        weights = tl.load(topk_weights + token * TOP_K + slot, mask=known, other=0.0)
-        home = homes(ids, known & (ids >= 0) & (ids < num_experts), expert_ranks)
+        valid = (slot < TOP_K) & (token < num_tokens)
+        ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
+        weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
+        home = homes(ids, valid & (ids >= 0) & (ids < num_experts), expert_ranks)
         routed = tl.max(home, 0) >= 0
         ids = tl.where(home >= 0, ids, -1).to(tl.int32)
         value = row_of(x, token, topk_weights, routed, WIDTH, TILE, ON_INPUT)
@@ -198,11 +198,11 @@ def _add_sums(
         total = tl.zeros((TOKENS, COLS), dtype=tl.float32)
         for rank in range(RANKS):
             at = (rank * rows_per_rank + token).to(tl.int64)[:, None] * WIDTH + col
-            known = goes_to(home, rank, expert_ranks is None)[:, None] & (col < WIDTH)
+            valid = goes_to(home, rank, expert_ranks is None)[:, None] & (col < WIDTH)
             if rank == RANK:
-                part = tl.load(sums + at, mask=known, other=0.0)
+                part = tl.load(sums + at, mask=valid, other=0.0)
             else:
-                part = tl.load(came + at, mask=known, other=0.0)
+                part = tl.load(came + at, mask=valid, other=0.0)
             part = part.to(tl.float32)
             total = tl.where(rank == 0, part, total + part)  # 0 + x would lose the sign of zeros
         total = tl.where(failed, float("nan"), total)
@@ -234,7 +234,7 @@ def _send_launch(
         TILE=travel.tile,
         SCALES=travel.scales,
         RULE=travel.rule,
-        GIVEN=travel.given,
+        GIVEN=travel.static,
         ON_INPUT=on_input,
         ROW_TYPE=travel.row_type,
         SCALE_TYPE=travel.scale_type,
@@ -273,19 +273,30 @@ def symmetric_send(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch; the results are views of this rank's window."""
-    check = (x, scale, topk_weights, topk_ids, expert_ranks, peers, state)
-    check_sent(*check, rows_per_rank, num_experts, on_input, quant)
+    check_sent(
+        x,
+        scale,
+        topk_weights,
+        topk_ids,
+        expert_ranks,
+        peers,
+        state,
+        rows_per_rank,
+        num_experts,
+        on_input,
+        quant,
+    )
     windows = windows_of(peers)
     arrived = windows.arrived(x, scale, topk_ids.shape[1], rows_per_rank, quant)
     rule = parse_quant(quant) if quant else None
-    given = rule is not None and scale is not None and not rule.global_scale
+    static = rule is not None and scale is not None and not rule.global_scale
     if x.itemsize == 1:
         x = x.view(torch.uint8)
     if scale is not None and scale.itemsize == 1:
         scale = scale.view(torch.uint8)
     own = (0, torch.float32) if quant or scale is None else (scale.shape[1], scale.dtype)
     layout = windows.layout
-    travel = travel_of(x.shape[1], x.dtype, quant, given, own)
+    travel = travel_of(x.shape[1], x.dtype, quant, static, own)
     rank, ranks, top_k = windows.rank, layout.ranks, topk_ids.shape[1]
     kernel = _send_launch(rank, ranks, layout.parts, top_k, travel, on_input)
     kernel(
@@ -320,7 +331,16 @@ def symmetric_return(
     layout.check_room("sums", rows, top_k, width * sums.itemsize)
     kernel = _return_launch(windows.rank, layout.ranks, layout.parts, top_k, width)
     num_experts = 0 if expert_ranks is None else expert_ranks.shape[0]
-    sums, given = sums.contiguous(), dense(expert_ranks)
-    arguments = (sums, given, peers, state, out, rows, num_experts)
-    kernel((2 * programs_of(rows),), *arguments, windows.timeout_ns)
+    sums, placement = sums.contiguous(), dense(expert_ranks)
+    kernel(
+        (2 * programs_of(rows),),
+        sums,
+        placement,
+        peers,
+        state,
+        out,
+        rows,
+        num_experts,
+        windows.timeout_ns,
+    )
     return out

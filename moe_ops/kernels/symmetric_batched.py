@@ -44,14 +44,14 @@ IDS = tl.constexpr(1024)
 
 
 @triton.jit
-def _placed(ids, known, placement, num_experts, num_local_experts, RANKS: tl.constexpr):
+def _placed(ids, valid, placement, num_experts, num_local_experts, RANKS: tl.constexpr):
     """Rank and local expert of each slot; rank -1 for a slot that no expert computes.
 
     Ids and placement may be anything: what leads out of the ranks or their experts has no expert.
     """
-    known = known & (ids >= 0) & (ids < num_experts)
-    home = homes(ids, known, placement)
-    expert = tl.load(placement + num_experts + tl.where(known, ids, 0), mask=known, other=-1)
+    valid = valid & (ids >= 0) & (ids < num_experts)
+    home = homes(ids, valid, placement)
+    expert = tl.load(placement + num_experts + tl.where(valid, ids, 0), mask=valid, other=-1)
     inside = (home < RANKS) & (expert >= 0) & (expert < num_local_experts)
     return tl.where(inside, home, -1), expert
 
@@ -64,10 +64,10 @@ def _send_ids(
 ):  # fmt: skip
     """Write a token's ids and weights to all ranks; ids are -1 in slots without an expert."""
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
-    known = (slot < TOP_K) & (token < num_tokens)
-    ids = tl.load(topk_ids + token * TOP_K + slot, mask=known, other=-1)
-    weights = tl.load(topk_weights + token * TOP_K + slot, mask=known, other=0.0)
-    home, _ = _placed(ids, known, placement, num_experts, num_local_experts, RANKS)
+    valid = (slot < TOP_K) & (token < num_tokens)
+    ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
+    weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
+    home, _ = _placed(ids, valid, placement, num_experts, num_local_experts, RANKS)
     ids = tl.where(home >= 0, ids, -1).to(tl.int32)
     at = (RANK * rows_per_rank + token) * TOP_K + slot
     for i in range(RANKS):
@@ -84,9 +84,9 @@ def _places(all_ids, ids, first, TOP_K: tl.constexpr):
     place = tl.zeros_like(slot)
     for at in range(0, first + TOP_K, IDS):
         other = at + tl.arange(0, IDS)
-        known = tl.load(all_ids + other, mask=other < first + TOP_K, other=-1)
+        earlier = tl.load(all_ids + other, mask=other < first + TOP_K, other=-1)
         before = other[None, :] < (first + slot)[:, None]
-        place += tl.sum(((known[None, :] == ids[:, None]) & before).to(tl.int32), 1)
+        place += tl.sum(((earlier[None, :] == ids[:, None]) & before).to(tl.int32), 1)
     return place
 
 
@@ -96,8 +96,8 @@ def _count(all_ids, expert, num_slots):
     count = tl.zeros((IDS,), dtype=tl.int32)
     for at in range(0, num_slots, IDS):
         other = at + tl.arange(0, IDS)
-        found = tl.load(all_ids + other, mask=other < num_slots, other=-1)
-        count += (found == expert).to(tl.int32)
+        experts = tl.load(all_ids + other, mask=other < num_slots, other=-1)
+        count += (experts == expert).to(tl.int32)
     return tl.sum(count, 0)
 
 
@@ -112,7 +112,7 @@ def _send_rows(
     WIDTH: tl.constexpr = HOW.width
     TILE: tl.constexpr = HOW.tile
     RULE: tl.constexpr = HOW.rule
-    GIVEN: tl.constexpr = HOW.given
+    GIVEN: tl.constexpr = HOW.static
     ROW_TYPE: tl.constexpr = HOW.row_type
     SCALE_TYPE: tl.constexpr = HOW.scale_type
     SCALES: tl.constexpr = HOW.scales
@@ -214,7 +214,7 @@ class How(NamedTuple):
     tile: tuple[int, int]
     scales: int
     rule: Any
-    given: bool
+    static: bool
     row_type: Any
     scale_type: Any
     on_input: bool
@@ -249,14 +249,25 @@ def symmetric_send_batched(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One launch; rows, scales and weights are views of this rank's window."""
-    given = (x, scale, topk_weights, topk_ids, placement, held, peers, state)
-    out = empty_sent(*given, rows_per_rank, on_input, quant)
+    out = empty_sent(
+        x,
+        scale,
+        topk_weights,
+        topk_ids,
+        placement,
+        held,
+        peers,
+        state,
+        rows_per_rank,
+        on_input,
+        quant,
+    )
     windows = windows_of(peers)
     rows, row_scale, counts, dropped, local_ids, _ = out
     there = windows.arrived_batched(rows, row_scale, topk_ids.shape[1], quant)
     rule = parse_quant(quant) if quant else None
-    known = rule is not None and scale is not None and not rule.global_scale
-    travel = travel_of(x.shape[1], x.dtype, quant, known, (0, torch.float32))
+    static = rule is not None and scale is not None and not rule.global_scale
+    travel = travel_of(x.shape[1], x.dtype, quant, static, (0, torch.float32))
     rank, layout, top_k = windows.rank, windows.layout, topk_ids.shape[1]
     kernel = _send_launch(rank, layout.ranks, layout.parts, top_k, travel, on_input)
     of_all = rule is not None and rule.per_tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -40,20 +39,22 @@ def _topk_align_kernel(
     )  # fmt: skip
     place = tl.arange(0, TOKENS * SLOTS)
     slot = place // SLOTS * TOPK + place % SLOTS
-    found = experts_of(ids, expert_map, num_ids, num_buckets)
+    buckets = experts_of(ids, expert_map, num_ids, num_buckets)
     place_buckets(
-        tl.reshape(found, (TOKENS * SLOTS,)), slot, None, plan, None, None,
+        tl.reshape(buckets, (TOKENS * SLOTS,)), slot, None, plan, None, None,
         num_tokens * TOPK, num_rows, num_tiles, num_buckets, TILE, BUCKETS,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _launch(tokens: int, num_experts: int, how: tuple[Any, ...], tile: int, buckets: int) -> Launch:
+def _launch(
+    tokens: int, num_experts: int, settings: tuple[int, bool, str, float], tile: int, buckets: int
+) -> Launch:
     """The launch of the kernel for up to ``tokens`` tokens."""
-    constants: dict[str, Any] = topk_constants(tokens, num_experts, *how)
+    topk, renormalize, scoring_func, scale = settings
     return Launch(
         _topk_align_kernel,
-        **constants,
+        **topk_constants(tokens, num_experts, topk, renormalize, scoring_func, scale),
         TILE=tile,
         BUCKETS=next_power_of_2(max(buckets, 2)),
         num_warps=1,
@@ -77,23 +78,35 @@ def topk_plan(
 
     If there are so few slots that no GEMM reads a plan, tokens are only routed.
     """
-    how = (topk, renormalize, scoring_func, routed_scaling_factor)
-    layer = (num_local_experts, scheme, dtype, batch_invariant)
-    bias, aligned = e_score_correction_bias, (expert_map, *layer)
+    bias, scale = e_score_correction_bias, routed_scaling_factor
+    settings = (topk, renormalize, scoring_func, scale)
     axes("gating_output", gating_output, 2)
     tokens, num_experts = gating_output.shape
     if is_direct(tokens * topk, num_local_experts) or not few_tokens(tokens, num_experts):
-        weights, ids = fused_topk(gating_output, bias, *how)
-        return weights, ids, plan_slots(ids, *aligned)
-    result = empty_routing(gating_output, bias, *how, *aligned)
+        weights, ids = fused_topk(gating_output, bias, topk, renormalize, scoring_func, scale)
+        plan = plan_slots(ids, expert_map, num_local_experts, scheme, dtype, batch_invariant)
+        return weights, ids, plan
+    result = empty_routing(
+        gating_output,
+        bias,
+        topk,
+        renormalize,
+        scoring_func,
+        scale,
+        expert_map,
+        num_local_experts,
+        scheme,
+        dtype,
+        batch_invariant,
+    )
     gating_output = by_rows(gating_output)
     rule = tile_rule(scheme, dtype, gating_output.device, batch_invariant)
     tile = row_tile(rule, tokens * topk, num_local_experts)
-    _launch(few_tokens(tokens, num_experts), num_experts, how, tile, num_local_experts)(
+    _launch(few_tokens(tokens, num_experts), num_experts, settings, tile, num_local_experts)(
         (plan_programs(num_local_experts),),
         gating_output, dense(bias), dense(expert_map), *result,
         tokens, *plan_sizes(tokens * topk, num_local_experts, rule)[:2],
         gating_output.stride(0),
-        map_size(expert_map, num_local_experts), num_local_experts,
+        map_size(expert_map, num_local_experts), num_local_experts
     )  # fmt: skip
     return result

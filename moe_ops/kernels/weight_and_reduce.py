@@ -33,8 +33,8 @@ def _mul_sum_kernel(
         slot = token * TOP_K + j
         readable = width
         if topk_ids is not None:
-            found = local_experts(topk_ids, expert_map, slot, True, num_experts, num_local_experts)
-            readable = tl.where(found >= 0, width, 0)
+            expert = local_experts(topk_ids, expert_map, slot, True, num_experts, num_local_experts)
+            readable = tl.where(expert >= 0, width, 0)
         value = tl.load(inputs + slot * WIDTH + col, mask=col < readable, other=0.0)
         value = value.to(tl.float32)
         if topk_weights is not None:
@@ -63,8 +63,9 @@ def moe_fused_mul_sum_out(
     out: Tensor,
 ) -> None:
     """Launch one program for each piece of a token's row."""
-    arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
-    check_output(*arguments, out=out)
+    check_output(
+        inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts, out=out
+    )
     *slots, width = inputs.shape
     tokens, k = slots if topk_ids is None else topk_ids.shape
     if out.numel():
@@ -93,7 +94,10 @@ def moe_fused_mul_sum(
     num_local_experts: int,
 ) -> Tensor:
     """`moe_fused_mul_sum_out` into a new tensor."""
-    arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
-    out = empty_output(*arguments)
-    moe_fused_mul_sum_out(*arguments, out=out)
+    out = empty_output(
+        inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts
+    )
+    moe_fused_mul_sum_out(
+        inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts, out=out
+    )
     return out

@@ -25,14 +25,14 @@ def check_takes_lora(layer: ExpertLayer) -> None:
             adapters are in the order of the checkpoint; ranks that hold parts of some experts.
     """
     parallel = layer.moe_parallel_config
-    found = {
+    obstacles = {
         "enable_eplb, which moves experts but not their adapters": layer.enable_eplb,
         "weights in act-order": layer.w13_input_order is not None,
         f"both ep_size ({parallel.ep_size}) and tp_size ({parallel.tp_size})": (
             parallel.ep_size > 1 and parallel.tp_size > 1
         ),
     }
-    for what, present in found.items():
+    for what, present in obstacles.items():
         if present:
             raise NotImplementedError(f"lora must be None in a layer with {what}, got adapters")
 
@@ -83,9 +83,9 @@ def _copied(lora: ExpertLora, group: RankGroup, cut: bool) -> ExpertLora:
     summed = Copied.apply(group, *asked)
 
     def of(x: Any) -> Any:
-        for given, found in zip(asked, summed, strict=True):
-            if given is x:
-                return found
+        for tensor, copy in zip(asked, summed, strict=True):
+            if tensor is x:
+                return copy
         return x
 
     w1, w2 = lora.w1, lora.w2

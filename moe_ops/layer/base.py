@@ -121,8 +121,9 @@ class ExpertLayer(nn.Module):
         if routing["custom_routing_function"] is None and self.hash_indices_table is None:
             bias = self.e_score_correction_bias is not None
             groups = routing["num_expert_group"] if routing["use_grouped_topk"] else None
-            arguments = (self.scoring_func, self.top_k, self.renormalize, groups, bias)
-            method = get_routing_method_type(*arguments)
+            method = get_routing_method_type(
+                self.scoring_func, self.top_k, self.renormalize, groups, bias
+            )
         return FusedMoEConfig(
             self.global_num_experts,
             self.top_k,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
+from moe_ops.layer.forms import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.host_memory import leave_host_memory
 from moe_ops.layer.module import FusedMoE
-from moe_ops.layer.packing import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.rank_checks import check_own_weights
@@ -298,9 +298,9 @@ def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:
             parts.append(f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{more})")
     message = f"source must hold this layer exactly, got {'; '.join(parts)}"
     if not report.loaded:
-        known = prefixes_of([*ignored, *(prefix + name for name in report.unexpected)])
-        if known:
-            message += f". Nothing was loaded with prefix {prefix!r}: names begin with {known}"
+        prefixes = prefixes_of([*ignored, *(prefix + name for name in report.unexpected)])
+        if prefixes:
+            message += f". Nothing was loaded with prefix {prefix!r}: names begin with {prefixes}"
     return message
 
 

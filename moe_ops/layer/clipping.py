@@ -67,12 +67,12 @@ def _norms(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
 
     The first is that of plain tensors, the second that of DTensors over all of their ranks.
     """
-    given = [*parameters]
-    grads = [x.grad for x in given if x.grad is not None]
+    parameters = [*parameters]
+    grads = [x.grad for x in parameters if x.grad is not None]
     sharded = [grad for grad in grads if hasattr(grad, "full_tensor")]
     plain = get_total_norm([x for x in grads if not hasattr(x, "full_tensor")], norm_type)
     whole: Any = get_total_norm(sharded, norm_type)
-    device = given[0].device if given else plain.device
+    device = parameters[0].device if parameters else plain.device
     both = (plain, whole.full_tensor() if sharded else whole)
     return torch.stack([x.to(device, torch.float32) for x in both])
 

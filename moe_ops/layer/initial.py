@@ -52,8 +52,8 @@ def initialize(layer: WeightLoading) -> None:
             continue
         whole = torch.zeros(spec.shape, dtype=param.dtype, device=param.device)
         _fill(layer, whole, spec, seed + number)
-        how = (param.device_mesh, param.placements)
-        shard = torch.distributed.tensor.distribute_tensor(whole, *how, src_data_rank=None)
+        layout = (param.device_mesh, param.placements)
+        shard = torch.distributed.tensor.distribute_tensor(whole, *layout, src_data_rank=None)
         param.data.copy_(shard)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from moe_ops import ops
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.forms import convert_for_device
 from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.initial import warn_if_empty
-from moe_ops.layer.packing import convert_for_device
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX
@@ -130,10 +130,18 @@ class FusedMoEMethodBase(ABC):
             return self._host_experts(layer, host, x, topk_weights, topk_ids, lora)
         if kernel is not None:
             call = Call(
-                x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation,
-                layer.global_num_experts, layer.expert_map, layer.apply_router_weight_on_input,
-                shared_experts_input, lora,
-            )  # fmt: skip
+                x,
+                layer.w13_weight,
+                layer.w2_weight,
+                topk_weights,
+                topk_ids,
+                layer.activation,
+                layer.global_num_experts,
+                layer.expert_map,
+                layer.apply_router_weight_on_input,
+                shared_experts_input,
+                lora,
+            )
             beside = None if shared_experts_input is None else shared_experts_of(layer)
             return kernel.run(call, beside)
         return fused_experts(
@@ -364,7 +372,7 @@ def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
     w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
     quant = layer.scheme.activation
     kind = "gscale" if quant is not None and quant.global_scale else "scale"
-    given = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
+    input_scales = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
     return FusedMoEQuantConfig(
         layer.scheme,
         w1_scale=w1,
@@ -375,7 +383,7 @@ def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
         w2_gscale=w2_gscale,
         g1_alphas=g1_alphas,
         g2_alphas=g2_alphas,
-        **given,
+        **input_scales,
     )
 
 

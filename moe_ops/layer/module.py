@@ -101,57 +101,69 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         **options: Any,
     ) -> None:
         super().__init__()
-        given = FusedMoEOptions.of(options)
-        given.check(num_experts, top_k, hidden_size, intermediate_size)
-        kind, self.activation = kind_and_key(given.activation)
+        chosen = FusedMoEOptions.of(options)
+        chosen.check(num_experts, top_k, hidden_size, intermediate_size)
+        kind, self.activation = kind_and_key(chosen.activation)
         self.num_experts, self.top_k = num_experts, top_k
         self.intermediate_size, self.model_hidden_size = intermediate_size, hidden_size
-        self.renormalize, self.scoring_func = given.renormalize, given.scoring_func
-        self.apply_router_weight_on_input = given.apply_router_weight_on_input
-        self.reduce_results, self.enable_eplb = given.reduce_results, given.enable_eplb
-        self.chunk_size, self.batch_invariant = given.chunk_size, given.batch_invariant
-        self.prefix, self.expert_mapping = given.prefix, given.expert_mapping
-        self.moe_parallel_config = parallel = given.parallel_config()
+        self.renormalize, self.scoring_func = chosen.renormalize, chosen.scoring_func
+        self.apply_router_weight_on_input = chosen.apply_router_weight_on_input
+        self.reduce_results, self.enable_eplb = chosen.reduce_results, chosen.enable_eplb
+        self.chunk_size, self.batch_invariant = chosen.chunk_size, chosen.batch_invariant
+        self.prefix, self.expert_mapping = chosen.prefix, chosen.expert_mapping
+        self.moe_parallel_config = parallel = chosen.parallel_config()
         self.exchanges_tokens, self.is_spread = parallel.exchanges_tokens, parallel.layer_size > 1
-        self.option_facts, self.ranks_agree = option_facts(given), not self.is_spread
-        self.placement = given.placement(parallel, num_experts)
+        self.option_facts, self.ranks_agree = option_facts(chosen), not self.is_spread
+        self.placement = chosen.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
-        self.rank_group = rank_group_of(self, given.tp_group)
-        dtype = given.params_dtype or torch.get_default_dtype()
+        self.rank_group = rank_group_of(self, chosen.tp_group)
+        dtype = chosen.params_dtype or torch.get_default_dtype()
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
-        self.checkpoint_scheme = as_scheme(given.scheme or UNQUANTIZED)
+        self.checkpoint_scheme = as_scheme(chosen.scheme or UNQUANTIZED)
         self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
         self.sizes = LayerSizes(
-            self.placement.num_local_experts, self.hidden_size, intermediate_size,
-            self.checkpoint_scheme, kind.is_gated, kind.is_interleaved, given.has_bias, dtype,
-        )  # fmt: skip
+            self.placement.num_local_experts,
+            self.hidden_size,
+            intermediate_size,
+            self.checkpoint_scheme,
+            kind.is_gated,
+            kind.is_interleaved,
+            chosen.has_bias,
+            dtype,
+        )
         if parallel.tp_size > 1 or not self.sizes.mixes_rows:  # which can be filled, not loaded
             self.sizes = self.aligned_sizes()
         self.given_scales = GivenScales()
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
-        self.quant_method.create_weights(self, self.sizes, self._device_of_store(given))
-        add_gate(self, given)
-        self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
-        self.register_buffer("hash_indices_table", given.hash_indices_table)
-        expert_map = self.placement.expert_map(given.device)
+        self.quant_method.create_weights(self, self.sizes, self._device_of_store(chosen))
+        add_gate(self, chosen)
+        self.register_buffer("e_score_correction_bias", chosen.e_score_correction_bias)
+        self.register_buffer("hash_indices_table", chosen.hash_indices_table)
+        expert_map = self.placement.expert_map(chosen.device)
         self.register_buffer("expert_map", expert_map, persistent=False)
         self.register_buffer("w13_input_order", None)
         self.kernel = None
-        self.routing = given.routing(self.global_num_experts)
-        self.num_logits = num_experts + given.zero_expert_num
-        self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
+        self.routing = chosen.routing(self.global_num_experts)
+        self.num_logits = num_experts + chosen.zero_expert_num
+        self.routes_plainly, self.shared_experts = chosen.routes_plainly(), chosen.shared_experts
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
-            slots = top_k + given.n_shared_experts
-            self.quant_method.exchange = exchange_of(
-                self.moe_config, self.rank_group, given.max_num_tokens,
-                lambda: given.expert_ranks(parallel, num_experts), slots,
-                equal_num_tokens=given.equal_num_tokens,
-                capacity_factor=given.capacity_factor,
-            )  # fmt: skip
+            self.quant_method.exchange = self._exchange_of(chosen, num_experts)
         self._begin()
+
+    def _exchange_of(self, chosen: FusedMoEOptions, num_experts: int) -> Any:
+        """How tokens reach the ranks of their experts."""
+        return exchange_of(
+            self.moe_config,
+            self.rank_group,
+            chosen.max_num_tokens,
+            lambda: chosen.expert_ranks(self.moe_parallel_config, num_experts),
+            self.top_k + chosen.n_shared_experts,
+            equal_num_tokens=chosen.equal_num_tokens,
+            capacity_factor=chosen.capacity_factor,
+        )
 
     def forward(
         self,
@@ -211,16 +223,18 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         if len(shape) != 2:
             tokens = hidden_states.reshape(-1, shape[-1])
             logits = router_logits.reshape(-1, router_logits.shape[-1])
-        rows = (is_padding, input_ids, num_unpadded_tokens, topk_ids)
-        if not (rows[0] is None and rows[1] is None and rows[2] is None and rows[3] is None):
-            is_padding, input_ids, topk_ids = token_arguments(hidden_states, tokens, *rows)
+        plain = is_padding is None and input_ids is None
+        if not (plain and num_unpadded_tokens is None and topk_ids is None):
+            is_padding, input_ids, topk_ids = token_arguments(
+                hidden_states, tokens, is_padding, input_ids, num_unpadded_tokens, topk_ids
+            )
         if self.is_spread:
             self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        shared_experts, given = shared_experts_of(self), shared_experts_input
-        if given is None:
-            given = hidden_states
+        shared_experts, shared_input = shared_experts_of(self), shared_experts_input
+        if shared_input is None:
+            shared_input = hidden_states
         in_kernel = shared_experts is not None and self.kernel is not None
         # Kernels that exchange tokens cut them into chunks after the exchange: ranks may need
         # different numbers of chunks.
@@ -229,7 +243,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         out = run(
             tokens,
             logits,
-            shared_experts_input=given if in_kernel else None,
+            shared_experts_input=shared_input if in_kernel else None,
             is_padding=is_padding,
             input_ids=input_ids,
             lora=lora,
@@ -244,7 +258,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             out = out.view(shape)
         if shared_experts is None:
             return out
-        return shared if in_kernel else shared_experts(given), out
+        return shared if in_kernel else shared_experts(shared_input), out
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -315,19 +329,19 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             input_ids=input_ids,
             topk_ids=topk_ids,
         )
-        parts, shared, given = [], None, shared_experts_input
+        parts, shared, shared_input = [], None, shared_experts_input
         for i in range(max(1, cdiv(max_tokens_across_ranks or num_tokens, size))):
             tokens = full_hidden_states[i * size : (i + 1) * size]
             if i * size < num_tokens:
                 chunk = routed.tokens(i * size, (i + 1) * size)
                 part = None if lora is None else lora.tokens(slice(i * size, (i + 1) * size))
-                out = self._run_experts(tokens, chunk, given, part)
+                out = self._run_experts(tokens, chunk, shared_input, part)
             else:
                 tokens = full_hidden_states.new_zeros(1, full_hidden_states.shape[1])
                 part = None if lora is None else lora.of_padding()
-                out = self._run_experts(tokens, routed.of_padding(), given, part)
-            if given is not None:  # the first chunk runs the shared experts on all tokens
-                (shared, out), given = out, None
+                out = self._run_experts(tokens, routed.of_padding(), shared_input, part)
+            if shared_input is not None:  # the first chunk runs the shared experts on all tokens
+                (shared, out), shared_input = out, None
             if i * size < num_tokens:
                 parts.append(out)
         out = torch.cat(parts) if parts else torch.empty_like(full_hidden_states)
@@ -348,12 +362,12 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             tokens = pad(tokens, (0, self.hidden_size - width))
         if self._sums_over_ranks() and wanted(tokens, weights):
             tokens, weights = Copied.apply(self.rank_group, tokens, weights)
-        given = (tokens, weights, ids)
+        inputs = (tokens, weights, ids)
         more: dict[str, Any] = {} if lora is None else {"lora": lora}
         if shared_experts_input is None:
-            out = self.quant_method.apply(self, *given, **more)
+            out = self.quant_method.apply(self, *inputs, **more)
         else:
-            shared, out = self.quant_method.apply(self, *given, shared_experts_input, **more)
+            shared, out = self.quant_method.apply(self, *inputs, shared_experts_input, **more)
         if self.enable_eplb:
             out = self.refuse_training(out)
         if width != self.hidden_size:
@@ -415,9 +429,14 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             words = torch.zeros(tokens, dtype=torch.int64, device=w1.device) if hashed else None
             self.forward_impl(x, logits.to(router_logits_dtype or dtype), input_ids=words)
 
-        how = (self.scheme, dtype, self.activation, self.batch_invariant)
         with self.unobserved():
-            return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
+            return run_variants(
+                run,
+                num_tokens,
+                Variants(
+                    w1, w2, self.top_k, self.scheme, dtype, self.activation, self.batch_invariant
+                ),
+            )
 
 
 def _refuse_kernel_without_exchange(kernel: Any) -> None:

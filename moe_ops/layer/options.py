@@ -148,7 +148,7 @@ class FusedMoEOptions:
             object.__setattr__(self, "enable_eplb", True)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> FusedMoEOptions:
+    def of(cls, arguments: Mapping[str, Any]) -> FusedMoEOptions:
         """Make the options that a layer's keywords give.
 
         ``quant_config``, the former name of ``scheme``, is accepted until version 0.3.
@@ -156,20 +156,20 @@ class FusedMoEOptions:
         Raises:
             TypeError: an unknown keyword; the message suggests a known one if a similar one exists.
         """
-        if FORMER in given:
+        if FORMER in arguments:
             warn(f"FusedMoE({FORMER}=..) is now scheme=..", DeprecationWarning, stacklevel=3)
-            given = dict(given)
-            former = given.pop(FORMER)
-            if given.get("scheme") is not None:
+            arguments = dict(arguments)
+            former = arguments.pop(FORMER)
+            if arguments.get("scheme") is not None:
                 raise TypeError(f"FusedMoE takes scheme or {FORMER}, got both")
-            given["scheme"] = former
-        known = [option.name for option in fields(cls)]
-        for name in given:
-            if name not in known:
+            arguments["scheme"] = former
+        names = [option.name for option in fields(cls)]
+        for name in arguments:
+            if name not in names:
                 meant = OTHER_NAMES.get(name)
-                hint = f"; pass {meant}=" if meant else checks.did_you_mean(name, known)
+                hint = f"; pass {meant}=" if meant else checks.did_you_mean(name, names)
                 raise TypeError(f"FusedMoE has no option {name!r}{hint}")
-        return cls(**given)
+        return cls(**arguments)
 
     def check(self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int) -> None:
         """Raise for wrong types, settings that contradict each other, and missing features."""
@@ -178,7 +178,7 @@ class FusedMoEOptions:
         checks.at_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self._check_ranks()
         weight = as_scheme(self.scheme or UNQUANTIZED).weight
-        if weight is not None and weight.element.packed and hidden_size % 2:
+        if weight is not None and hidden_size % weight.element.values_per_byte:
             raise ValueError(f"hidden_size must be even for 4-bit weights, got {hidden_size}")
         for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
             checks.at_least(0, **{name: getattr(self, name)})
@@ -431,11 +431,11 @@ class ExpertPlacement:
     @cached_property
     def rows(self) -> dict[int, list[int]]:
         """The rows of this rank that hold each logical expert."""
-        found: dict[int, list[int]] = {expert: [] for expert in self.logical if expert >= 0}
+        rows: dict[int, list[int]] = {expert: [] for expert in self.logical if expert >= 0}
         for expert, row in zip(self.logical, self.row, strict=True):
             if row >= 0 and expert >= 0:
-                found[expert].append(row)
-        return found
+                rows[expert].append(row)
+        return rows
 
     @property
     def experts(self) -> list[int]:

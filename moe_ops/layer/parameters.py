@@ -66,8 +66,8 @@ def parameter_specs(sizes: LayerSizes) -> Mapping[str, ParameterSpec]:
     Returns:
         A mapping of names to specs that cannot be changed.
     """
-    found = (spec for w, (n, k) in sizes.weights.items() for spec in _of_weight(w, n, k, sizes))
-    by_name = {spec.name: spec for spec in found}
+    specs = (spec for w, (n, k) in sizes.weights.items() for spec in _of_weight(w, n, k, sizes))
+    by_name = {spec.name: spec for spec in specs}
     return MappingProxyType({name: by_name[name] for name in sorted(by_name, key=_order)})
 
 
@@ -90,10 +90,10 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
         yield spec("weight", (n, k), sizes.dtype)
         return
     element = quant.element
-    packed = 2 if element.packed else 1
+    per_byte = element.values_per_byte
     # The code of zero; in both nibbles, if two codes share a byte.
-    zero = element.offset * (17 if element.packed else 1)
-    yield spec("weight", (n, k // packed), quant.dtype, zero)
+    zero = element.offset * (17 if per_byte == 2 else 1)
+    yield spec("weight", (n, k // per_byte), quant.dtype, zero)
     halves = (2,) if which == "w13" and sizes.gated and not sizes.interleaved else ()
     shape = halves if quant.per_tensor else quant.weight_scale_shape(experts, n, k)[1:]
     dtype = sizes.dtype if quant.scale == "input" else _SCALE_DTYPES.get(quant.scale, torch.float32)

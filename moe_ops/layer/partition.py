@@ -94,19 +94,19 @@ def aligned_sizes(sizes: LayerSizes, whole: int, tp_size: int) -> LayerSizes:
             "quant_config must have blocks of one row if gate and up rows alternate, got "
             f"{sizes.scheme.name}"
         )
-    packed = 2 if quant.element.packed else 1
+    per_byte = quant.element.values_per_byte
     # Rows of w13 are cut by ranks, and into gate and up. Columns of w2 are cut by ranks only.
     parted = (tp_size > 1 or (sizes.gated and not sizes.interleaved), tp_size > 1)
     blocks = [
         length if cut and length != WHOLE else 1
         for length, cut in zip(quant.group, parted, strict=True)
     ]
-    if all(each % length == 0 for length in (*blocks, packed)):
+    if all(each % length == 0 for length in (*blocks, per_byte)):
         return replace(sizes, intermediate_size=each)
     finer = _refined(sizes.scheme, blocks, each)
-    if finer is not None and each % packed == 0:
+    if finer is not None and each % per_byte == 0:
         return replace(sizes, intermediate_size=each, scheme=finer)
-    unit = math.lcm(*blocks, packed)
+    unit = math.lcm(*blocks, per_byte)
     return replace(sizes, intermediate_size=cdiv(each, unit) * unit)
 
 
@@ -127,7 +127,7 @@ def _refined(scheme: Scheme, blocks: list[int], width: int) -> Scheme | None:
     for block, new in zip(blocks, group, strict=True):
         if block != 1 and new < min(block, SMALLEST_REFINED):
             return None
-    if activation is not None and activation.local and not scheme.decoded:
+    if activation is not None and activation.local and not scheme.dequantizes_both:
         activation = replace(activation, group=Group(1, group.cols))
     weight = replace(weight, group=group)
     return scheme_of(activation, weight) if refusal(activation, weight) is None else None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_ops.layer.packing import PLAIN
+from moe_ops.layer.forms import PLAIN
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.router_tensors import RouterTensors
 from moe_ops.layer.state import STATE, stored_as
@@ -432,11 +432,11 @@ class Placing:
         """Check the size that compressed-tensors gives for a packed weight, without padding."""
         if piece.expert is None or not self.layer.placement.rows.get(piece.expert):
             return
-        form, found = (
+        form, numbers = (
             self.layer.form(self.specs["w2_weight"], piece.shard, self.layout),
             entry.read(),
         )
-        if found.numel() != 2:
-            raise ValueError(f"there must be 2 numbers, got shape {tuple(found.shape)}")
-        if found.flatten().tolist() != [form.n, form.k]:
-            raise ValueError(f"numbers must be {[form.n, form.k]}, got {found.tolist()}")
+        if numbers.numel() != 2:
+            raise ValueError(f"there must be 2 numbers, got shape {tuple(numbers.shape)}")
+        if numbers.flatten().tolist() != [form.n, form.k]:
+            raise ValueError(f"numbers must be {[form.n, form.k]}, got {numbers.tolist()}")

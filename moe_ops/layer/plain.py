@@ -54,12 +54,12 @@ class PlainExperts(NamedTuple):
         )
         for expert, row in rows.items():
             for name, weight, bias, scale in projections:
-                given = {
+                tensors = {
                     "weight": weight[row],
                     "bias": None if bias is None else bias[row],
                     "input_scale": None if scale is None else torch.tensor(scale),
                 }
-                for suffix, x in given.items():
+                for suffix, x in tensors.items():
                     if x is not None:
                         yield _entry(f"experts.{expert}.{name}.{suffix}", x)
 

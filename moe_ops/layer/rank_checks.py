@@ -57,11 +57,11 @@ def rank_group_of(layer: ExpertLayer, group: Any) -> RankGroup:
         TypeError, ValueError: as `RankGroup.resolve`; a group that exists, of other ranks than
             those of the layer.
     """
-    found = RankGroup.of_layer(layer.moe_parallel_config, group)
+    ranks = RankGroup.of_layer(layer.moe_parallel_config, group)
     sums = layer.is_spread and (layer.exchanges_tokens or layer.reduce_results)
     if sums or group is not None:
-        found.check("tp_group", layer.moe_parallel_config)
-    return found
+        ranks.check("tp_group", layer.moe_parallel_config)
+    return ranks
 
 
 def check_call(layer: ExpertLayer, tokens: Tensor) -> None:
@@ -108,18 +108,18 @@ def compare_ranks(layer: ExpertLayer, num_tokens: int | None = None) -> None:
     layer.ranks_agree = True
 
 
-def option_facts(given: FusedMoEOptions) -> dict[str, str]:
+def option_facts(options: FusedMoEOptions) -> dict[str, str]:
     """Return the options that must be the same on all ranks of a layer, as texts by name.
 
     There are none in a layer of one rank.
     """
-    parallel = given.parallel_config()
+    parallel = options.parallel_config()
     if parallel.layer_size == 1:
         return {}
-    names = [option.name for option in fields(given) if option.name not in OF_THIS_RANK]
-    facts = {name: _text_of(getattr(given, name)) for name in names}
-    facts["activation"] = kind_and_key(given.activation)[1]
-    facts["scheme"] = as_scheme(given.scheme or UNQUANTIZED).key
+    names = [option.name for option in fields(options) if option.name not in OF_THIS_RANK]
+    facts = {name: _text_of(getattr(options, name)) for name in names}
+    facts["activation"] = kind_and_key(options.activation)[1]
+    facts["scheme"] = as_scheme(options.scheme or UNQUANTIZED).key
     for option in fields(parallel):
         if not option.name.endswith("_rank"):
             facts[option.name] = str(getattr(parallel, option.name))
@@ -179,10 +179,11 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
         wrapper.module.named_buffers(remove_duplicate=False),
     )
     names = [name for name, x in named if id(x) in own and name not in ignored]
-    said = {"rank": parallel.layer_rank, "names": names}
+    names_here = {"rank": parallel.layer_rank, "names": names}
     device = layer.compute_device
     heard = [
-        json.loads(text) for text in gather_texts(wrapper.process_group, device, json.dumps(said))
+        json.loads(text)
+        for text in gather_texts(wrapper.process_group, device, json.dumps(names_here))
     ]
     ranks = [other["rank"] for other in heard]
     names = next((other["names"] for other in heard if other["names"]), [])

@@ -133,7 +133,7 @@ def _table(x: Tensor, held: Tensor) -> Tensor:
         raise TypeError(f"dtype must be one of {list(checks.INDICES)}, got {x.dtype}")
     if x.shape != held.shape:
         raise ValueError(f"shape must be {tuple(held.shape)}, got {tuple(x.shape)}")
-    found = x.to(held.dtype)
-    if not torch.equal(found.to(x.dtype), x):
+    converted = x.to(held.dtype)
+    if not torch.equal(converted.to(x.dtype), x):
         raise ValueError(f"numbers must be within {held.dtype}, got some that are not")
-    return found
+    return converted

@@ -191,7 +191,7 @@ class RoutesTokens(ExpertLayer):
         """
         check_own_weights(self)
         names = parameter_specs(self.sizes)
-        found: list[Tensor | None] = [self._parameters[name] for name in names]
+        tensors: list[Tensor | None] = [self._parameters[name] for name in names]
         order = self.w13_input_order
         if order is not None and self.placement.is_shared_out:
             raise NotImplementedError(
@@ -199,8 +199,8 @@ class RoutesTokens(ExpertLayer):
                 "act-order"
             )
         if order is not None and order.shape[0] == self.sizes.num_experts:
-            found.append(order)
-        return [x for x in found if x is not None]
+            tensors.append(order)
+        return [x for x in tensors if x is not None]
 
     def set_capture_fn(self, fn: CaptureFn | None, *, buffer: Tensor | None = None) -> None:
         """Pass the experts that each call chooses to ``fn``, or write them into ``buffer``.

@@ -64,21 +64,21 @@ class RankPart(NamedTuple):
         return cls(tuple(experts), layer.num_experts, (parallel.tp_rank, parallel.tp_size))
 
     @classmethod
-    def parse(cls, said: dict[str, Any]) -> RankPart:
+    def parse(cls, entries: dict[str, Any]) -> RankPart:
         """Read the entries of an ``_extra_state``.
 
         Raises:
             ValueError: a value of another kind, which is the message.
         """
-        experts, count, part = (said.get(name) for name in cls._fields)
+        experts, count, part = (entries.get(name) for name in cls._fields)
         if not (experts is None or _are_ints(experts)):
             raise ValueError(f"experts {experts}")
         if not (count is None or _are_ints([count])):
             raise ValueError(f"num_experts {count}")
         if part is not None and not (_are_ints(part) and len(part) == 2 and 0 <= part[0] < part[1]):
             raise ValueError(f"part {part}")
-        found = None if experts is None else tuple(experts)
-        return cls(found, count, None if part is None else (part[0], part[1]))
+        rows = None if experts is None else tuple(experts)
+        return cls(rows, count, None if part is None else (part[0], part[1]))
 
     def entries(self) -> dict[str, Any]:
         """Return the entries of an ``_extra_state``: what is known."""
@@ -162,7 +162,7 @@ class RankPart(NamedTuple):
             )
         first = {expert: row for row, expert in reversed([*enumerate(experts)])}
         copies = [(row, first[e]) for row, e in enumerate(experts) if e >= 0 and first[e] != row]
-        found = {}
+        tensors = {}
         for name, x in rows.items():
             if x.shape[0] != len(experts):
                 continue
@@ -172,8 +172,8 @@ class RankPart(NamedTuple):
                         f"{name} must be the same in all replicas of an expert, got rows {other} "
                         f"and {row} of expert {experts[row]} that differ"
                     )
-            found[name] = torch.stack([x[first.get(expert, 0)] for expert in wanted])
-        return found
+            tensors[name] = torch.stack([x[first.get(expert, 0)] for expert in wanted])
+        return tensors
 
 
 def short(experts: Sequence[int]) -> str:

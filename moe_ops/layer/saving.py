@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from moe_ops.dispatch.tiles import cdiv
+from moe_ops.layer.forms import PLAIN, WEIGHTS, converted, form_names
 from moe_ops.layer.module import FusedMoE
-from moe_ops.layer.packing import PLAIN, WEIGHTS, converted, form_names
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.loading.compressed import stored_projection
 from moe_ops.scheme import WHOLE
-from moe_ops.scheme.formats import unpack
+from moe_ops.scheme.formats import split_codes
 
 
 def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]]:
@@ -50,15 +50,15 @@ def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]
 
 def plain_expert(layer: FusedMoE, expert: int) -> dict[str, Tensor]:
     """Return an expert's parameters by name; its weights are in the plain form again."""
-    found: dict[str, Tensor | None] = {
+    tensors: dict[str, Tensor | None] = {
         name: getattr(layer, name).data[expert : expert + 1]
         for name in parameter_specs(layer.sizes)
     }
     for which in WEIGHTS:
         names = form_names(which)
-        stored = tuple(map(found.get, names))
-        found.update(zip(names, converted(stored, layer.sizes.plain.scheme, PLAIN), strict=True))
-    return {name: x[0] for name, x in found.items() if x is not None}
+        stored = tuple(map(tensors.get, names))
+        tensors.update(zip(names, converted(stored, layer.sizes.plain.scheme, PLAIN), strict=True))
+    return {name: x[0] for name, x in tensors.items() if x is not None}
 
 
 def _canonical(
@@ -68,8 +68,8 @@ def _canonical(
     quant, own = layer.checkpoint_scheme.weight, layer.sizes.plain.scheme.weight
     if quant is None or own is None:
         raise ValueError("layer must be quantized, got one without a scheme")
-    packed = spec.kind == "zero_point" and own.element.packed
-    x = layer.part(unpack(x, 0) if packed else x, spec, shard)
+    x = split_codes(x, 0, own.element) if spec.kind == "zero_point" else x
+    x = layer.part(x, spec, shard)
     if spec.kind == "weight":
         return x[:n, : own.data_width(k)]
     if spec.kind in ("scale", "zero_point"):

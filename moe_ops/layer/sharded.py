@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.packing import PLAIN, forms_of
+from moe_ops.layer.forms import PLAIN, forms_of
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.rank_tensor import Piece, RankTensor, rank_tensor

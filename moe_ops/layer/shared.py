@@ -15,12 +15,12 @@ SHOWN = 4
 """Number of names that an error quotes."""
 
 
-def add_gate(layer: ExpertLayer, given: FusedMoEOptions) -> None:
+def add_gate(layer: ExpertLayer, options: FusedMoEOptions) -> None:
     """Register the gate's parameter: zeros ``(1, H)`` if the layer has a gate, else None."""
-    layer.shared_expert_gate, gate = given.shared_expert_gate, None
+    layer.shared_expert_gate, gate = options.shared_expert_gate, None
     if layer.shared_expert_gate:
         sizes = (1, layer.model_hidden_size)
-        zeros = torch.zeros(sizes, dtype=layer.sizes.dtype, device=given.device)
+        zeros = torch.zeros(sizes, dtype=layer.sizes.dtype, device=options.device)
         gate = nn.Parameter(zeros, requires_grad=layer.sizes.scheme.weight is None)
     layer.register_parameter(SHARED_GATE, gate)
 

@@ -15,8 +15,8 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from moe_ops.layer.forms import FP8, PACKED, PLAIN, WEIGHTS, converted, form_names, forms_of
 from moe_ops.layer.host_memory import HoldsExperts
-from moe_ops.layer.packing import FP8, PACKED, PLAIN, WEIGHTS, converted, form_names, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.rank_tensor import plain_tensor
 from moe_ops.layer.saved_rank import RankPart, RankState, rank_state
@@ -43,16 +43,16 @@ class SchemeState(HoldsExperts):
     def get_extra_state(self) -> Tensor:
         """Return the scheme of the plain parameters as a uint8 tensor on the CPU."""
         scheme = self.sizes.plain.scheme
-        said: dict[str, Any] = {
+        entries: dict[str, Any] = {
             "scheme": scheme.key,
             "weight": scheme.weight and scheme.weight.key,
             "interleaved": self.sizes.interleaved,
         }
         forms = {*forms_of(self).values()} - {PLAIN}
         if forms:  # of one weight, or of both
-            said["form"] = min(forms)
-        entry = _entry(said | RankPart.of(self).entries())
-        return rank_state(entry, _entry(said), refusal_of(self)) if self.is_spread else entry
+            entries["form"] = min(forms)
+        entry = _entry(entries | RankPart.of(self).entries())
+        return rank_state(entry, _entry(entries), refusal_of(self)) if self.is_spread else entry
 
     def set_extra_state(self, state: Any) -> None:
         """Compare the form in a state dict with the layer's; nothing is stored.
@@ -79,9 +79,15 @@ class SchemeState(HoldsExperts):
             destination[prefix + name] = x
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: Any,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: Any,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Load as `nn.Module` does, but copy nothing from a state dict of another form.
 
         The columns' order ``w13_input_order`` is loaded or removed together with ``w13_weight``.
@@ -109,8 +115,9 @@ class SchemeState(HoldsExperts):
         elif prefix + "w13_weight" in state_dict:
             self.w13_input_order = None
         self.given_scales.clear()
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         self.renew_slots()
 
     def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:
@@ -182,8 +189,8 @@ class SchemeState(HoldsExperts):
         return order.int()
 
 
-def _entry(said: dict[str, Any]) -> Tensor:
-    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
+def _entry(entries: dict[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(entries).encode()), dtype=torch.uint8, device="cpu")
 
 
 class StoredAs(NamedTuple):
@@ -243,18 +250,18 @@ def stored_as(state: Any) -> StoredAs:
         got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
         raise ValueError(f"{rule}, got {got}")
     try:
-        said = json.loads(bytes(state.flatten().tolist()))
-        name, weight, interleaved = (said[key] for key in ("scheme", "weight", "interleaved"))
-        form = said.get("form", PLAIN)
+        entries = json.loads(bytes(state.flatten().tolist()))
+        name, weight, interleaved = (entries[key] for key in ("scheme", "weight", "interleaved"))
+        form = entries.get("form", PLAIN)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{rule}, got {error!r}") from None
     kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)), (form, (str,)))
     if not all(isinstance(value, kind) for value, kind in kinds):
-        raise ValueError(f"{rule}, got {said}")
+        raise ValueError(f"{rule}, got {entries}")
     if form not in FORMS:
         raise ValueError(f"{rule}, whose form is one of {list(FORMS)}, got {form!r}")
     try:
-        rank = RankPart.parse(said)
+        rank = RankPart.parse(entries)
     except ValueError as error:
         raise ValueError(f"{rule}, got {error}") from None
     return StoredAs(name, weight, interleaved, rank, form)

@@ -100,7 +100,7 @@ class StreamsWeights(WeightLoading):
 
         ``weight_name`` may be anywhere in a name, before the kind of the tensor.
         """
-        found: dict[Piece, None] = {}
+        pieces: dict[Piece, None] = {}
         qualified = name if name.startswith("experts.") else f"experts.{name}"
         for _, weight_name, expert, shard in self.expert_mapping or ():
             start = qualified.find(weight_name)
@@ -109,8 +109,8 @@ class StreamsWeights(WeightLoading):
             if start >= 0 and suffix in KINDS and own.owns(head):
                 checks.one_of("shard_id", shard, SHARDS)
                 piece = Piece(shard, KINDS[suffix], suffix, self._logical_expert(expert))
-                found[piece] = None
-        return [*found]
+                pieces[piece] = None
+        return [*pieces]
 
 
 class WeightStream(Placing):
@@ -227,9 +227,9 @@ def _is_of_layers(relative: str | None, *, has_shared: bool) -> bool:
     if relative is None:
         return False
     is_state = relative.removeprefix("experts.") == STATE
-    found = parse(relative) or router_tensor(relative) or is_state
+    is_layers = parse(relative) or router_tensor(relative) or is_state
     looks_shared = has_shared and is_of_shared_experts(relative)
-    return bool(found) or looks_shared or is_of_experts(relative)
+    return bool(is_layers) or looks_shared or is_of_experts(relative)
 
 
 def _numbers(name: str, read: Callable[[], Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops import checks
-from moe_ops.layer.packing import FORM_KINDS, PLAIN, PacksWeights, forms_of
+from moe_ops.layer.forms import FORM_KINDS, PLAIN, ConvertsForms, forms_of
 from moe_ops.layer.parameters import (
     FusedMoeWeightScaleSupported,
     ParameterSpec,
@@ -22,14 +22,14 @@ from moe_ops.layer.steps import LoadSteps, copy_front
 from moe_ops.loading.derived import channel_scales, has_plain_scales
 from moe_ops.loading.names import SHARDS, SHARED_GATE, SUFFIX, CheckpointLayout, suffix_of
 from moe_ops.loading.stored import Form, canonical
-from moe_ops.scheme.formats import pack
+from moe_ops.scheme.formats import join_nibbles
 
 SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
 """The axis of one expert's projection that ranks cut."""
 QUANT_METHODS = [method.value for method in FusedMoeWeightScaleSupported]
 
 
-class WeightLoading(LoadSteps, PacksWeights):
+class WeightLoading(LoadSteps, ConvertsForms):
     """A layer with `weight_loader`, and the steps from which `load_checkpoint` is made."""
 
     def weight_loader(
@@ -160,11 +160,11 @@ class WeightLoading(LoadSteps, PacksWeights):
         if getattr(param, "is_transposed", False):
             expert_data = expert_data.transpose(-1, -2)
         shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
-        if spec.kind == "zero_point" and self._packs():
+        if spec.kind == "zero_point" and self._joins_nibbles():
             if self.sizes.gated and self.sizes.interleaved and shard_id != "w2":
                 self._load_alternating_zero_points(expert_data, shard_id, x, tp_rank)
                 return
-            x = pack(pad(x, (0, 0, 0, x.shape[0] % 2)), 0)
+            x = join_nibbles(pad(x, (0, 0, 0, x.shape[0] % 2)), 0)
         if spec.kind == "bias" and shard_id == "w2":
             expert_data.zero_()  # results are summed over ranks, so only one of them has the bias
             if tp_rank == 0:
@@ -178,8 +178,9 @@ class WeightLoading(LoadSteps, PacksWeights):
         ):
             self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
         else:
-            part = (shard_dim, expert_data, shard_id, x, tp_rank)
-            self._load_model_weight_or_group_weight_scale(*part)
+            self._load_model_weight_or_group_weight_scale(
+                shard_dim, expert_data, shard_id, x, tp_rank
+            )
 
     def take_input_scale(
         self, spec: ParameterSpec, x: Tensor, shard_id: str, expert: int, rows: Iterable[int]
@@ -233,8 +234,7 @@ class WeightLoading(LoadSteps, PacksWeights):
             if method == "tensor":
                 self._load_per_tensor_weight_scale(shard_id, param, x, row)
             elif method == "channel":
-                arguments = (expert_data, shard_dim, shard_id, x, tp_rank)
-                self._load_per_channel_weight_scale(*arguments)
+                self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
             else:
                 full = bool(getattr(param, "load_full_w2", False))
                 self._load_model_weight_or_group_weight_scale(
@@ -243,8 +243,9 @@ class WeightLoading(LoadSteps, PacksWeights):
         elif "weight_shape" in name:
             self._load_single_value(param, x, row)
         elif "weight" in name:
-            part = (shard_dim, expert_data, shard_id, x, tp_rank)
-            self._load_model_weight_or_group_weight_scale(*part)
+            self._load_model_weight_or_group_weight_scale(
+                shard_dim, expert_data, shard_id, x, tp_rank
+            )
         else:
             return False
         return True
@@ -252,8 +253,8 @@ class WeightLoading(LoadSteps, PacksWeights):
     def _logical_expert(self, expert_id: int) -> int:
         """Return the logical expert that a physical one holds at first."""
         checks.integer("expert_id", expert_id)
-        known = 0 <= expert_id < len(self.placement.row)
-        if not known:
+        is_logical = 0 <= expert_id < len(self.placement.row)
+        if not is_logical:
             raise ValueError(
                 f"expert_id must be in 0..{len(self.placement.row) - 1}, got {expert_id}"
             )
@@ -270,6 +271,6 @@ class WeightLoading(LoadSteps, PacksWeights):
         quant = self.sizes.scheme.weight
         return quant is not None and quant.group.cols == -1
 
-    def _packs(self) -> bool:
+    def _joins_nibbles(self) -> bool:
         quant = self.sizes.scheme.weight
-        return quant is not None and quant.element.packed
+        return quant is not None and quant.element.values_per_byte == 2

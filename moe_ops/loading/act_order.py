@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_ops.loading.stored import Form
 from moe_ops.scheme import WHOLE, Quant
-from moe_ops.scheme.formats import pack, unpack
+from moe_ops.scheme.formats import join_nibbles, split_nibbles
 
 
 class ActOrder:
@@ -63,8 +63,8 @@ class ActOrder:
             rows = self.columns.get((expert, "w2"))
         if kind == "weight" and columns is not None:
             columns = columns.to(x.device)
-            packed = form.quant is not None and form.quant.element.packed
-            x = pack(unpack(x, 1)[:, columns], 1) if packed else x[:, columns]
+            pairs = form.quant is not None and form.quant.element.values_per_byte == 2
+            x = join_nibbles(split_nibbles(x, 1)[:, columns], 1) if pairs else x[:, columns]
         return x if rows is None else x[rows.to(x.device)]
 
     def input_order(
@@ -94,11 +94,11 @@ class ActOrder:
         if all(order is None for order in wanted.values()):
             return None
         plain = torch.arange(hidden_size, dtype=torch.int32, device=device)
-        found = plain.repeat(sum(map(len, rows.values())), 1)
+        orders = plain.repeat(sum(map(len, rows.values())), 1)
         for expert, order in wanted.items():
             if order is not None:
-                found[rows[expert], : len(order)] = order.int().to(device)
-        return found[:1].clone() if bool((found == found[:1]).all()) else found
+                orders[rows[expert], : len(order)] = order.int().to(device)
+        return orders[:1].clone() if bool((orders == orders[:1]).all()) else orders
 
     def _input(self, expert: int, *, is_gated: bool) -> Tensor | None:
         gate = self.columns.get((expert, "w1"))

@@ -64,26 +64,26 @@ def _arguments(quant: Quant | None, *, is_weight: bool = False) -> dict[str, Any
     if quant is None:
         raise ValueError("scheme must quantize weights, got none")
     rows, cols = quant.group
-    given: dict[str, Any] = {
+    operand: dict[str, Any] = {
         "num_bits": quant.element.bits,
         "type": "int" if quant.element.name in INTEGERS else "float",
         "symmetric": not quant.zero_point,
         "dynamic": not (is_weight or quant.static),
     }
     if quant.per_tensor:
-        given["strategy"] = "tensor"
+        operand["strategy"] = "tensor"
     elif quant.per_row:
-        given["strategy"] = "channel" if is_weight else "token"
+        operand["strategy"] = "channel" if is_weight else "token"
     elif rows == 1:
-        given |= {"strategy": "group", "group_size": cols}
+        operand |= {"strategy": "group", "group_size": cols}
     else:
-        given |= {"strategy": "block", "block_structure": [rows, cols]}
+        operand |= {"strategy": "block", "block_structure": [rows, cols]}
     if quant.global_scale:
-        given["strategy"] = "tensor_group"
-        given["dynamic"] = False if is_weight else "local"
+        operand["strategy"] = "tensor_group"
+        operand["dynamic"] = False if is_weight else "local"
     if quant.scale == "e8m0":
-        given["scale_dtype"] = "torch.uint8"
-    return given
+        operand["scale_dtype"] = "torch.uint8"
+    return operand
 
 
 def quantization_config(groups: Mapping[Scheme, list[str]], ignore: list[str]) -> dict[str, Any]:
@@ -120,37 +120,37 @@ def stored_projection(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> 
             ``global_scale ()``, ``channel_scale (N,)``, ``input_scale ()``, ``bias (N,)``.
         k: K of the weight.
     """
-    found = {SUFFIX[kind]: x for kind, x in tensors.items()}
+    entries = {SUFFIX[kind]: x for kind, x in tensors.items()}
     form, weight = format_of(scheme), scheme.weight
     if form is None or weight is None:
-        return found
+        return entries
     if form == "pack-quantized":
-        n, data = tensors["weight"].shape[0], found.pop("weight").view(torch.uint8)
+        n, data = tensors["weight"].shape[0], entries.pop("weight").view(torch.uint8)
         if weight.element.name == "int8":
             data = data ^ 128  # the offset of unsigned codes
-        found["weight_packed"] = _words(data)
-        found["weight_shape"] = torch.tensor([n, k])
+        entries["weight_packed"] = _words(data)
+        entries["weight_shape"] = torch.tensor([n, k])
         if "zero_point" in tensors:
-            found["weight_zero_point"] = _packed_rows(tensors["zero_point"], weight.element.bits)
+            entries["weight_zero_point"] = _packed_rows(tensors["zero_point"], weight.element.bits)
     elif form.endswith("pack-quantized"):
-        found["weight_packed"] = found.pop("weight")
-    if found["weight_scale"].dim() <= 1:
-        found["weight_scale"] = (
-            found["weight_scale"].reshape(-1, 1)
+        entries["weight_packed"] = entries.pop("weight")
+    if entries["weight_scale"].dim() <= 1:
+        entries["weight_scale"] = (
+            entries["weight_scale"].reshape(-1, 1)
             if weight.per_row
-            else (found["weight_scale"].reshape(1))
+            else (entries["weight_scale"].reshape(1))
         )
     if "global_scale" in tensors:
-        found["weight_global_scale"] = (1 / found.pop("weight_scale_2")).reshape(1)
+        entries["weight_global_scale"] = (1 / entries.pop("weight_scale_2")).reshape(1)
     if "input_scale" in tensors:
-        scale = found.pop("input_scale")
+        scale = entries.pop("input_scale")
         is_global = scheme.activation is not None and scheme.activation.global_scale
-        found |= (
+        entries |= (
             {"input_global_scale": (1 / scale).reshape(1)}
             if is_global
             else {"input_scale": scale.reshape(1)}
         )
-    return found
+    return entries
 
 
 def _words(data: Tensor) -> Tensor:

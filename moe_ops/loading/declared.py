@@ -38,14 +38,14 @@ class Statement(NamedTuple):
     file: Path
     method: Any
     """The tool."""
-    said: Any
+    config: Any
 
     def of(self, names: ExpertNames) -> Facts | None:
         """Return what is said about some experts; raises as `read`."""
         try:
-            return read(self.method, self.said, names)
+            return read(self.method, self.config, names)
         except UnreadError as error:
-            rule = f"{self.file} must say {error}, got {self.said!r:.300}"
+            rule = f"{self.file} must say {error}, got {self.config!r:.300}"
             raise UnreadError(rule, error.layout) from None
         except ValueError as error:
             raise ValueError(f"{self.file}: {error}") from None
@@ -62,9 +62,9 @@ class Declared:
     @property
     def files(self) -> str:
         """The names of the files, for messages."""
-        said = [statement.file for statement in self.statements]
-        said += [self.expert_dtype[0]] if self.expert_dtype else []
-        return " and ".join(dict.fromkeys(map(str, said)))
+        files = [statement.file for statement in self.statements]
+        files += [self.expert_dtype[0]] if self.expert_dtype else []
+        return " and ".join(dict.fromkeys(map(str, files)))
 
     def of(self, names: ExpertNames) -> Facts | None:
         """Return how some experts are stored; None: no file says anything.
@@ -75,12 +75,12 @@ class Declared:
         """
         facts = None
         for statement in self.statements:
-            found = statement.of(names)
-            if found is None or facts is None:
-                facts = facts or found
+            stated = statement.of(names)
+            if stated is None or facts is None:
+                facts = facts or stated
                 continue
             try:
-                facts = facts.merged(found)
+                facts = facts.merged(stated)
             except ValueError as error:
                 raise ValueError(
                     f"{self.files} must say the same about {names.modules[0]}, got {error}"
@@ -101,7 +101,7 @@ def in_folder(folder: Path) -> Declared:
         ValueError: a file that is not a JSON object.
     """
     config = folder / CONFIG
-    said = (
+    declared = (
         in_config(read_object(config, "a model's configuration"), config)
         if config.exists()
         else Declared()
@@ -110,9 +110,9 @@ def in_folder(folder: Path) -> Declared:
     for name, tool in TOOLS_OWN.items():
         file = folder / name
         if file.exists():
-            found = read_object(file, "a quantization tool's configuration")
-            own.append(Statement(file, found.get("quant_method", tool), found))
-    return Declared(said.statements + tuple(own), said.expert_dtype)
+            entries = read_object(file, "a quantization tool's configuration")
+            own.append(Statement(file, entries.get("quant_method", tool), entries))
+    return Declared(declared.statements + tuple(own), declared.expert_dtype)
 
 
 def in_config(config: Mapping[str, Any], file: Path) -> Declared:
@@ -128,12 +128,12 @@ def in_config(config: Mapping[str, Any], file: Path) -> Declared:
         key = next((key for key in KEYS if part.get(key) is not None), None)
         if key is None:
             continue
-        said, method = part[key], None
-        if isinstance(said, Mapping):
-            method, dtype = said.get("quant_method"), said.get("expert_dtype", dtype)
+        entry, method = part[key], None
+        if isinstance(entry, Mapping):
+            method, dtype = entry.get("quant_method"), entry.get("expert_dtype", dtype)
             if method == "moe_ops":
-                said = config.get("moe_ops")
-        statements.append(Statement(file, method, said))
+                entry = config.get("moe_ops")
+        statements.append(Statement(file, method, entry))
     return Declared(tuple(statements), None if dtype is None else (file, dtype))
 
 
@@ -184,15 +184,15 @@ def layout_of(
             got += ": pass quantize=True to quantize them"
         elif quant is None or quantize:
             got += f"{' and quantize=True' * quantize}: correct the file if it is out of date"
-        said = f"{declared.files} says, {facts}, got {got}"
-        raise ValueError(f"quant_config must be a scheme with weights as {said}")
+        text = f"{declared.files} says, {facts}, got {got}"
+        raise ValueError(f"quant_config must be a scheme with weights as {text}")
     return _layout(facts.layout, layout, declared)
 
 
 def _layout(
-    known: CheckpointLayout | None, layout: CheckpointLayout, declared: Declared
+    stated: CheckpointLayout | None, layout: CheckpointLayout, declared: Declared
 ) -> CheckpointLayout:
     try:
-        return with_known(known, layout)
+        return with_known(stated, layout)
     except ValueError as error:
         raise ValueError(f"layout must have, as {declared.files} says, {error}") from None

@@ -38,12 +38,12 @@ class Facts:
         """
         if self.weight is None or quant is None:
             return self.weight is quant
-        said, rows = self.weight, {self.weight.group.rows, quant.group.rows}
+        stored, rows = self.weight, {self.weight.group.rows, quant.group.rows}
         return (
-            _kind(said) == _kind(quant)
-            and said.group.cols == quant.group.cols
+            _kind(stored) == _kind(quant)
+            and stored.group.cols == quant.group.cols
             and (len(rows) == 1 or rows == {1, WHOLE})
-            and said.zero_point <= quant.zero_point
+            and stored.zero_point <= quant.zero_point
         )
 
     def merged(self, other: Facts) -> Facts:
@@ -72,25 +72,25 @@ class Facts:
         return f"{_kind(self.weight)} in {groups}{zero_points}"
 
 
-def with_known(known: CheckpointLayout | None, layout: CheckpointLayout) -> CheckpointLayout:
+def with_known(stated: CheckpointLayout | None, layout: CheckpointLayout) -> CheckpointLayout:
     """Return a layout with what files say about it.
 
     Args:
-        known: what files say; None: neither AWQ nor GPTQ stored the weights.
+        stated: what files say; None: neither AWQ nor GPTQ stored the weights.
         layout: the layout that a caller gave.
 
     Raises:
         ValueError: the layout contradicts the files.
     """
-    if known is None:
+    if stated is None:
         if layout.awq is not None:
             raise ValueError(f"awq=None, for weights of another tool, got {layout}")
         return layout
     for field in fields(layout):
-        said, given = getattr(known, field.name), getattr(layout, field.name)
-        if said is not None and given not in (None, said):
-            raise ValueError(f"{field.name}={said}, got {layout}")
-        layout = replace(layout, **{field.name: said if given is None else given})
+        value, chosen = getattr(stated, field.name), getattr(layout, field.name)
+        if value is not None and chosen not in (None, value):
+            raise ValueError(f"{field.name}={value}, got {layout}")
+        layout = replace(layout, **{field.name: value if chosen is None else chosen})
     return layout
 
 

@@ -90,23 +90,23 @@ def parse_object(text: str) -> dict[str, Any]:
         ValueError: the message says what the text is instead.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_once)
+        value = json.loads(text, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"a JSON {type(found).__name__}, which is no object")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}, which is no object")
+    return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {twice!r} twice")
-    return found
+    return entries
 
 
 def weight_map(index: Path) -> dict[str, Path]:

@@ -46,16 +46,16 @@ class GivenScales:
         Raises:
             ValueError: gate and up differ.
         """
-        given = self._given.get((name, expert), {})
-        for known, other in given.items():
-            if known != shard and abs(scale - other) > agreement.tolerance:
+        scales = self._given.get((name, expert), {})
+        for earlier, other in scales.items():
+            if earlier != shard and abs(scale - other) > agreement.tolerance:
                 raise ValueError(f"{agreement.rule} {other} vs. {scale}")
-        given = self._given[name, expert] = {**given, shard: scale}
-        return max(given.values())
+        scales = self._given[name, expert] = {**scales, shard: scale}
+        return max(scales.values())
 
     def largest(self, name: str) -> float:
         """Return the largest scale of a parameter in this round; 0 if there is none."""
-        scales = (max(given.values()) for (of, _), given in self._given.items() if of == name)
+        scales = (max(by_shard.values()) for (of, _), by_shard in self._given.items() if of == name)
         return max(scales, default=0.0)
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ from moe_ops.loading.names import CheckpointLayout
 from moe_ops.scheme import WHOLE, Group, Quant, get_scheme
 from moe_ops.scheme.values import ELEMENTS
 
-Said = Mapping[str, Any]
+Settings = Mapping[str, Any]
 TENSOR, ROW = Group(WHOLE, WHOLE), Group(1, WHOLE)
 _ELEMENTS = {("float", 8): "fp8", ("float", 4): "fp4", ("int", 8): "int8", ("int", 4): "int4"}
 
@@ -50,7 +50,7 @@ def integers(
     return Facts(weight, None, layout)
 
 
-def operands(weights: Said, inputs: Said) -> Facts:
+def operands(weights: Settings, inputs: Settings) -> Facts:
     """Return the operands of one group of modules.
 
     Args:
@@ -82,7 +82,7 @@ def _quant(element: str, group: Group) -> Quant:
     return Quant(ELEMENTS[element], group)
 
 
-def _activation(inputs: Said, weight: Quant) -> Quant:
+def _activation(inputs: Settings, weight: Quant) -> Quant:
     """Return how rows are quantized: in the weight's groups, if their size is not said."""
     element, strategy = _element(inputs), inputs.get("strategy")
     if strategy in ("token", "channel"):
@@ -95,17 +95,17 @@ def _activation(inputs: Said, weight: Quant) -> Quant:
     return _quant(element, Group(1, cols))
 
 
-def _element(said: Said) -> str:
+def _element(settings: Settings) -> str:
     """Return the name of an `Element`."""
-    bits = said.get("num_bits")
-    known = _ELEMENTS.get((str(said.get("type", "int")), bits)) if type(bits) is int else None
-    found = said.get("element", known)
-    if found is None:
+    bits = settings.get("num_bits")
+    default = _ELEMENTS.get((str(settings.get("type", "int")), bits)) if type(bits) is int else None
+    name = settings.get("element", default)
+    if name is None:
         raise UnreadError("a type and num_bits that are known")
-    return str(found)
+    return str(name)
 
 
-def _group(weights: Said) -> Group:
+def _group(weights: Settings) -> Group:
     """Return the group of a weight's scales."""
     strategy: Any = weights.get("strategy")
     size: Any = weights.get("group_size")

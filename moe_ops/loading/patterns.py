@@ -53,10 +53,10 @@ class ExpertNames(NamedTuple):
         Raises:
             UnreadError: some of the projections are matched, and others are not.
         """
-        found = [_share(match, module, {0, self.num_experts - 1}) for module in self.modules]
-        if True in found:
+        shares = [_share(match, module, {0, self.num_experts - 1}) for module in self.modules]
+        if True in shares:
             return True
-        if None in found:
+        if None in shares:
             raise UnreadError("the same for all projections of the experts")
         return False
 
@@ -65,40 +65,40 @@ def _share(match: Match, module: str, experts: Iterable[int]) -> bool | None:
     """Whether all projections of a module are matched; None: some of them are."""
     if match(module):
         return True
-    found = [match(f"{module}.{name}") for name in FUSED]
-    if all(found):
+    matches = [match(f"{module}.{name}") for name in FUSED]
+    if all(matches):
         return True
     for needed, gate in SPELLINGS:
         each = [match(f"{module}.{e}.{name}") for e in experts for name in needed]
         if all(each):
             return True
-        found += each + [match(f"{module}.{e}.{gate}") for e in experts]
-    return None if any(found) else False
+        matches += each + [match(f"{module}.{e}.{gate}") for e in experts]
+    return None if any(matches) else False
 
 
-def strings(said: Any) -> tuple[str, ...]:
+def strings(listed: Any) -> tuple[str, ...]:
     """Return the names in a list, or in lists of lists; a string is a list with commas."""
-    if said is None:
+    if listed is None:
         return ()
-    if isinstance(said, str):
-        return tuple(part.strip() for part in said.split(","))
-    if not isinstance(said, (list, tuple)):
+    if isinstance(listed, str):
+        return tuple(part.strip() for part in listed.split(","))
+    if not isinstance(listed, (list, tuple)):
         raise UnreadError("lists of modules as lists of names")
     return tuple(
-        name for part in said for name in ((part,) if isinstance(part, str) else strings(part))
+        name for part in listed for name in ((part,) if isinstance(part, str) else strings(part))
     )
 
 
 @lru_cache(maxsize=64)
-def exact(said: tuple[str, ...]) -> Match:
+def exact(listed: tuple[str, ...]) -> Match:
     """Match as compressed-tensors does: whole names, and ``re:`` with a regular expression."""
-    names = {_bare(name) for name in said}
-    like = _regexes([name.removeprefix("re:") for name in said if name.startswith("re:")])
+    names = {_bare(name) for name in listed}
+    like = _regexes([name.removeprefix("re:") for name in listed if name.startswith("re:")])
     return lambda name: _bare(name) in names or like(name)
 
 
 @lru_cache(maxsize=64)
-def parts(said: tuple[str, ...]) -> Match:
+def parts(listed: tuple[str, ...]) -> Match:
     """Match as tools with lists of modules to leave out do: a name stands for all inside it.
 
     ``mlp.experts`` and ``model.layers.3`` match what has these parts, ``gate`` does not match
@@ -106,7 +106,7 @@ def parts(said: tuple[str, ...]) -> Match:
     with ``re:``.
     """
     names, globs, regexes = set(), [], []
-    for name in said:
+    for name in listed:
         if name.startswith("re:"):
             regexes.append(name.removeprefix("re:"))
         elif re.search(r"[\\^$()|+]", name):
@@ -129,15 +129,15 @@ def _regexes(patterns: list[str]) -> Match:
     if not patterns:
         return lambda name: False
     try:
-        found = [re.compile(pattern) for pattern in patterns]
+        compiled = [re.compile(pattern) for pattern in patterns]
     except re.error as error:
         raise UnreadError(f"names as regular expressions ({error})") from None
-    if all(not one.groups and one.flags == re.UNICODE for one in found):  # one search is faster
-        found = [re.compile("|".join(f"(?:{pattern})" for pattern in patterns))]
+    if all(not one.groups and one.flags == re.UNICODE for one in compiled):  # one search is faster
+        compiled = [re.compile("|".join(f"(?:{pattern})" for pattern in patterns))]
 
     def matches(name: str) -> bool:
         names = {name, *(root + _bare(name) for root in ROOTS)}
-        return any(one.match(each) for one in found for each in names)
+        return any(one.match(each) for one in compiled for each in names)
 
     return matches
 

@@ -55,11 +55,11 @@ def open_source(source: Source, wanted: Callable[[str], bool], *, progress: bool
         FileNotFoundError: a path, or a file that an index names, does not exist.
         ValueError: a file that is broken or of another format, or an empty folder.
     """
-    found = _opened(source, wanted)
+    opened = _opened(source, wanted)
     if progress and tqdm is not None:
-        bar = tqdm(found.entries, total=found.total, unit="tensor", leave=False, desc="loading")
-        return found._replace(entries=bar)
-    return found
+        bar = tqdm(opened.entries, total=opened.total, unit="tensor", leave=False, desc="loading")
+        return opened._replace(entries=bar)
+    return opened
 
 
 def _opened(source: Source, wanted: Callable[[str], bool]) -> Opened:
@@ -111,9 +111,9 @@ def _shards(
         return files, None
     if path.suffix != ".json":
         return [path], None
-    known = sorted((file, name) for name, file in weight_map(path).items())
+    pairs = sorted((file, name) for name, file in weight_map(path).items())
     # If no tensor is wanted, all are listed, so that the error can name some.
-    asked = [(file, name) for file, name in known if wanted(name)] or known
+    asked = [(file, name) for file, name in pairs if wanted(name)] or pairs
     groups = {f: [name for _, name in group] for f, group in groupby(asked, lambda item: item[0])}
     return list(groups), groups
 

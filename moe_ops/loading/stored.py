@@ -16,7 +16,7 @@ from moe_ops.dispatch.tiles import cdiv
 from moe_ops.loading.derived import FLOATS
 from moe_ops.loading.names import DIVISORS, CheckpointLayout
 from moe_ops.scheme import WHOLE, Quant
-from moe_ops.scheme.formats import e8m0_value, pack
+from moe_ops.scheme.formats import e8m0_value, join_nibbles
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Positions of the columns 0, 1, 2, ... in an AWQ word."""
@@ -92,7 +92,7 @@ def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
     _expect(x, (n, k * bits // 8))
     if quant.element.offset == 128 and x.dtype == torch.int8:
         return x.view(torch.uint8) ^ 128
-    if quant.element.packed:
+    if quant.element.values_per_byte == 2:
         _expect_dtype(x, *_BYTES)
         return x.view(torch.uint8)
     _expect_dtype(x, quant.dtype)
@@ -115,11 +115,11 @@ def within(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast ``x`` if ``dtype`` has a smaller range; ValueError if a number becomes infinite."""
     if torch.finfo(x.dtype).max <= torch.finfo(dtype).max:
         return x
-    found = x.to(dtype)
-    lost = int((found.isinf() & x.isfinite()).sum())
+    converted = x.to(dtype)
+    lost = int((converted.isinf() & x.isfinite()).sum())
     if lost:
         raise ValueError(f"numbers must be finite in {dtype}, got {lost} that are not")
-    return found
+    return converted
 
 
 def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
@@ -128,7 +128,7 @@ def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
     _expect_dtype(x, torch.int32)
     _expect(x, (form.k, form.n // per_word), (form.k // per_word, form.n))
     codes = awq_codes(x, bits).t() if is_awq(x, form) else _words(x.t(), bits)
-    return pack(codes, 1) if bits == 4 else codes.contiguous()
+    return join_nibbles(codes, 1) if bits == 4 else codes.contiguous()
 
 
 def is_awq(qweight: Tensor, form: Form) -> bool:
@@ -241,8 +241,8 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
         x = (x.int() + quant.element.offset).to(torch.uint8)
     else:
         _expect_dtype(x, torch.uint8)
-        packed = [(cdiv(n, 2), groups)] if bits == 4 else []
-        _expect(x, (n, groups), *packed)
+        pairs = [(cdiv(n, 2), groups)] if bits == 4 else []
+        _expect(x, (n, groups), *pairs)
         if tuple(x.shape) != (n, groups):
             x = torch.stack((x & 15, x >> 4), 1).flatten(0, 1)[:n]
     return _regrouped(x, 1, form.k, quant, own)

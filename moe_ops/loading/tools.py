@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_ops.loading.facts import Facts, UnreadError
 from moe_ops.loading.names import CheckpointLayout
-from moe_ops.loading.operands import Said, integers, named, operands, pair
+from moe_ops.loading.operands import Settings, integers, named, operands, pair
 from moe_ops.loading.patterns import ExpertNames, exact, parts, strings
 from moe_ops.scheme.values import ELEMENTS
 
@@ -27,32 +27,32 @@ SKIPPED = "-:"
 """How GPTQ begins a pattern of modules that are not quantized."""
 
 
-def read(method: Any, said: Any, names: ExpertNames) -> Facts | None:
+def read(method: Any, settings: Any, names: ExpertNames) -> Facts | None:
     """Return what the configuration of a tool says about some experts.
 
     Args:
         method: the ``quant_method``; None: what the entries of the configuration show.
-        said: the configuration.
+        settings: the configuration.
         names: the names of the experts.
 
     Raises:
         UnreadError: an unknown tool, or something that is not understood.
         ValueError: words of integers in an order that loading does not know.
     """
-    if not isinstance(said, Mapping):
+    if not isinstance(settings, Mapping):
         raise UnreadError("an object")
     if method is None:
-        method = "modelopt" if {"quant_algo", "quantization"} & {*said} else None
-        method = "compressed-tensors" if method is None and "config_groups" in said else method
+        method = "modelopt" if {"quant_algo", "quantization"} & {*settings} else None
+        method = "compressed-tensors" if method is None and "config_groups" in settings else method
     if method == "compressed-tensors":  # a name there stands for one module alone
-        return _compressed_tensors(said, names)
-    said = _mapping(said, "quantization") or said
-    if names.are_matched(parts(tuple(x for key in LEFT_OUT for x in strings(said.get(key))))):
+        return _compressed_tensors(settings, names)
+    settings = _mapping(settings, "quantization") or settings
+    if names.are_matched(parts(tuple(x for key in LEFT_OUT for x in strings(settings.get(key))))):
         return PLAIN
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise UnreadError("a quant_method that is known")
-    return reader(said, names)
+    return reader(settings, names)
 
 
 def with_expert_dtype(facts: Facts | None, dtype: Any) -> Facts:
@@ -67,99 +67,110 @@ def with_expert_dtype(facts: Facts | None, dtype: Any) -> Facts:
     return facts
 
 
-def _mapping(said: Said, key: str) -> Said:
+def _mapping(settings: Settings, key: str) -> Settings:
     """Return an entry, which may be absent."""
-    found = said.get(key)
-    if found is not None and not isinstance(found, Mapping):
+    entry = settings.get(key)
+    if entry is not None and not isinstance(entry, Mapping):
         raise UnreadError(f"{key} as an object")
-    return found or {}
+    return entry or {}
 
 
-def _own_entry(said: Said, names: ExpertNames) -> Said:
+def _own_entry(settings: Settings, names: ExpertNames) -> Settings:
     """Return the first entry whose key names these experts in an object with keys for modules.
 
     Modules with equal entries count as one list: there may be an entry for each projection.
     """
     modules: dict[str, list[str]] = {}
-    for name, entry in said.items():
+    for name, entry in settings.items():
         modules.setdefault(repr(entry), []).append(name)
     for listed in modules.values():
         if names.are_matched(parts(tuple(listed))):
-            return _mapping(said, listed[0])
+            return _mapping(settings, listed[0])
     return {}
 
 
-def _fp8(said: Said, names: ExpertNames) -> Facts:
+def _fp8(settings: Settings, names: ExpertNames) -> Facts:
     """DeepSeek's and transformers' fp8."""
-    block = said.get("weight_block_size")
+    block = settings.get("weight_block_size")
     if not block:
-        static = said.get("activation_scheme") == "static"
+        static = settings.get("activation_scheme") == "static"
         return named("fp8_tensor_static" if static else "fp8_tensor")
     rows, cols = pair(block)
-    return named(f"fp8_block{rows}x{cols}{'_ue8m0' if said.get('scale_fmt') == 'ue8m0' else ''}")
+    return named(
+        f"fp8_block{rows}x{cols}{'_ue8m0' if settings.get('scale_fmt') == 'ue8m0' else ''}"
+    )
 
 
-def _gptq(said: Said, names: ExpertNames) -> Facts:
-    quantized = strings(said.get("modules_in_block_to_quantize"))
-    own = _own_entry(_dynamic(said), names)
+def _gptq(settings: Settings, names: ExpertNames) -> Facts:
+    quantized = strings(settings.get("modules_in_block_to_quantize"))
+    own = _own_entry(_dynamic(settings), names)
     if SKIPPED in own or (quantized and not names.are_matched(parts(quantized))):
         return PLAIN
-    said = {**said, **own}
-    version = str(said.get("checkpoint_format") or said.get("format") or "").lower()
+    settings = {**settings, **own}
+    version = str(settings.get("checkpoint_format") or settings.get("format") or "").lower()
     versions = {"": None, "gptq": True, "gptq_v2": False}
-    if version not in versions or said.get("is_marlin_format"):
+    if version not in versions or settings.get("is_marlin_format"):
         raise ValueError(f"checkpoint_format must be gptq or gptq_v2, got {version or 'marlin'!r}")
     layout = CheckpointLayout(awq=False, zeros_plus_one=versions[version])
-    zero_point = not said.get("sym", True)
-    return integers(said.get("bits"), said.get("group_size"), zero_point=zero_point, layout=layout)
+    zero_point = not settings.get("sym", True)
+    return integers(
+        settings.get("bits"), settings.get("group_size"), zero_point=zero_point, layout=layout
+    )
 
 
-def _dynamic(said: Said) -> dict[str, Said]:
+def _dynamic(settings: Settings) -> dict[str, Settings]:
     """Return GPTQ's rules for modules by regular expression."""
     return {
         f"re:{pattern.removeprefix(SKIPPED).removeprefix('+:')}": (
             {SKIPPED: True} if pattern.startswith(SKIPPED) else changes
         )
-        for pattern, changes in _mapping(said, "dynamic").items()
+        for pattern, changes in _mapping(settings, "dynamic").items()
     }
 
 
-def _awq(said: Said, names: ExpertNames) -> Facts:
+def _awq(settings: Settings, names: ExpertNames) -> Facts:
     """AutoAWQ, by the names of its own file too."""
-    version = said.get("version") or said.get("checkpoint_format") or said.get("format") or "gemm"
+    version = (
+        settings.get("version")
+        or settings.get("checkpoint_format")
+        or settings.get("format")
+        or "gemm"
+    )
     if str(version).lower() != "gemm":
         raise ValueError(
             f"version must be gemm, the only order of AWQ that is known, got {version!r}"
         )
-    bits, group_size = said.get("w_bit", said.get("bits")), said.get("q_group_size")
-    group_size = said.get("group_size") if group_size is None else group_size
-    zero_point, layout = bool(said.get("zero_point", True)), CheckpointLayout(awq=True)
+    bits, group_size = settings.get("w_bit", settings.get("bits")), settings.get("q_group_size")
+    group_size = settings.get("group_size") if group_size is None else group_size
+    zero_point, layout = bool(settings.get("zero_point", True)), CheckpointLayout(awq=True)
     return integers(bits, group_size, zero_point=zero_point, layout=layout)
 
 
-def _auto_round(said: Said, names: ExpertNames) -> Facts:
-    blocks = strings(said.get("block_name_to_quantize", said.get("to_quant_block_names")))
+def _auto_round(settings: Settings, names: ExpertNames) -> Facts:
+    blocks = strings(settings.get("block_name_to_quantize", settings.get("to_quant_block_names")))
     if blocks and not names.are_matched(parts(blocks)):
         return PLAIN
-    said = {**said, **_own_entry(_anywhere(_mapping(said, "extra_config")), names)}
-    bits, group_size, acts = (said.get(key) for key in ("bits", "group_size", "act_bits"))
+    settings = {**settings, **_own_entry(_anywhere(_mapping(settings, "extra_config")), names)}
+    bits, group_size, acts = (settings.get(key) for key in ("bits", "group_size", "act_bits"))
     if bits in (16, 32):
         return PLAIN
     small_floats = {"mx_fp": ("mxfp4_w4a16", "mxfp4"), "nv_fp": ("nvfp4_w4a16", "nvfp4")}
-    schemes = small_floats.get(str(said.get("data_type"))[:5])
+    schemes = small_floats.get(str(settings.get("data_type"))[:5])
     if schemes is not None and bits == 4 and acts in (None, 4, 16):
         return _with_group(named(schemes[acts == 4]), group_size)
-    if said.get("data_type", "int") != "int" or acts not in (None, 16):
+    if settings.get("data_type", "int") != "int" or acts not in (None, 16):
         raise UnreadError("a data_type and act_bits that are known")
-    symmetric = bool(said.get("sym", True))
-    layout = _packing(str(said.get("packing_format", "")), symmetric=symmetric)
+    symmetric = bool(settings.get("sym", True))
+    layout = _packing(str(settings.get("packing_format", "")), symmetric=symmetric)
     return integers(bits, group_size, zero_point=not symmetric, layout=layout)
 
 
-def _anywhere(said: Said) -> Said:
+def _anywhere(settings: Settings) -> Settings:
     """Return AutoRound's entries for modules; its expressions may match in the middle of a name."""
     is_regex = re.compile(r"[*+?^$()\[\]{}|\\]").search
-    return {f"re:.*(?:{name})" if is_regex(name) else name: entry for name, entry in said.items()}
+    return {
+        f"re:.*(?:{name})" if is_regex(name) else name: entry for name, entry in settings.items()
+    }
 
 
 def _packing(packing: str, *, symmetric: bool) -> CheckpointLayout:
@@ -197,18 +208,18 @@ _MODELOPT = {
 """Schemes of ModelOpt's algorithms."""
 
 
-def _modelopt(said: Said, names: ExpertNames) -> Facts | None:
+def _modelopt(settings: Settings, names: ExpertNames) -> Facts | None:
     """ModelOpt, in its own file or in ``config.json``.
 
     With mixed precision an object has an algorithm for each module that is quantized, or groups
     have them. Otherwise there is one algorithm, for the targets of the groups if there are groups.
     """
-    layers, groups = _mapping(said, "quantized_layers"), _mapping(said, "config_groups")
+    layers, groups = _mapping(settings, "quantized_layers"), _mapping(settings, "config_groups")
     group, own = _group_of(groups, names) if groups else None, _own_entry(layers, names)
     if group is None and not own and (groups or layers):
         return PLAIN
-    mixed = said.get("quant_algo", "MIXED_PRECISION") == "MIXED_PRECISION"
-    chosen = own or (group if mixed and group else said)
+    mixed = settings.get("quant_algo", "MIXED_PRECISION") == "MIXED_PRECISION"
+    chosen = own or (group if mixed and group else settings)
     if "quant_algo" not in chosen and "weights" in chosen:
         return _of_group(chosen)
     algorithm, size = chosen.get("quant_algo"), chosen.get("group_size")
@@ -223,10 +234,10 @@ def _modelopt(said: Said, names: ExpertNames) -> Facts | None:
     return facts
 
 
-def _compressed_tensors(said: Said, names: ExpertNames) -> Facts:
-    if names.are_matched(exact(strings(said.get("ignore")))):
+def _compressed_tensors(settings: Settings, names: ExpertNames) -> Facts:
+    if names.are_matched(exact(strings(settings.get("ignore")))):
         return PLAIN
-    groups, form = said.get("config_groups"), str(said.get("format"))
+    groups, form = settings.get("config_groups"), str(settings.get("format"))
     if not isinstance(groups, Mapping) or "sparse" in form or "24" in form:
         raise UnreadError("config_groups, and a format without sparsity")
     group = _group_of(groups, names)
@@ -237,28 +248,30 @@ _CLASSES = (("FusedMoE", "RoutedExperts"), ("Linear", "LinearBase"))
 """Classes of modules that hold experts, in the order of preference; Linear: of projections."""
 
 
-def _group_of(groups: Said, names: ExpertNames) -> Said | None:
+def _group_of(groups: Settings, names: ExpertNames) -> Settings | None:
     """Return the group that targets the experts: by whole names, else patterns, else classes."""
-    targets: list[tuple[Said, tuple[str, ...]]] = []
+    targets: list[tuple[Settings, tuple[str, ...]]] = []
     for key in groups:
         group = _mapping(groups, key)
         targets.append((group, strings(group.get("targets", ["Linear"]))))
     for is_pattern in (False, True):
-        for group, said in targets:
-            chosen = tuple(name for name in said if name.startswith("re:") is is_pattern)
+        for group, targeted in targets:
+            chosen = tuple(name for name in targeted if name.startswith("re:") is is_pattern)
             if names.are_matched(exact(chosen)):
                 return group
     for classes in _CLASSES:
-        for group, said in targets:
-            if not set(classes).isdisjoint(said):
+        for group, targeted in targets:
+            if not set(classes).isdisjoint(targeted):
                 return group
-    unknown = [t for _, said in targets for t in said if "Expert" in t or "MoE" in t or "Moe" in t]
+    unknown = [
+        t for _, targeted in targets for t in targeted if "Expert" in t or "MoE" in t or "Moe" in t
+    ]
     if unknown:
         raise UnreadError(f"targets that are known, got {unknown}")
     return None
 
 
-def _of_group(group: Said) -> Facts:
+def _of_group(group: Settings) -> Facts:
     return operands(_mapping(group, "weights"), _mapping(group, "input_activations"))
 
 
@@ -269,41 +282,49 @@ _QUARK = {
 _STRATEGIES = {"per_tensor": "tensor", "per_channel": "channel", "per_group": "group"}
 
 
-def _quark(said: Said, names: ExpertNames) -> Facts:
-    config = _own_entry(_mapping(said, "layer_quant_config"), names)
-    config = config or _mapping(_mapping(said, "layer_type_quant_config"), "Linear")
-    config = config or _mapping(said, "global_quant_config")
+def _quark(settings: Settings, names: ExpertNames) -> Facts:
+    config = _own_entry(_mapping(settings, "layer_quant_config"), names)
+    config = config or _mapping(_mapping(settings, "layer_type_quant_config"), "Linear")
+    config = config or _mapping(settings, "global_quant_config")
     weight, inputs = _mapping(config, "weight"), _mapping(config, "input_tensors")
     return operands(_quark_operand(weight), _quark_operand(inputs) if inputs else {})
 
 
-def _quark_operand(said: Said) -> Said:
+def _quark_operand(settings: Settings) -> Settings:
     """Return an operand of Quark in the words of compressed-tensors."""
     element, strategy = (
-        _QUARK.get(str(said.get("dtype"))),
-        _STRATEGIES.get(str(said.get("qscheme"))),
+        _QUARK.get(str(settings.get("dtype"))),
+        _STRATEGIES.get(str(settings.get("qscheme"))),
     )
     if element is None or strategy is None:
         raise UnreadError("a dtype and qscheme that are known")
-    found = {"element": element, "strategy": strategy, "dynamic": said.get("is_dynamic", False)}
+    operand = {
+        "element": element,
+        "strategy": strategy,
+        "dynamic": settings.get("is_dynamic", False),
+    }
     if strategy == "group":
-        found["group_size"] = said.get("group_size")
-    return found if ELEMENTS[element].exponent else {**found, "symmetric": said.get("symmetric")}
+        operand["group_size"] = settings.get("group_size")
+    return (
+        operand
+        if ELEMENTS[element].exponent
+        else {**operand, "symmetric": settings.get("symmetric")}
+    )
 
 
-def _moe_ops(said: Said, names: ExpertNames) -> Facts:
+def _moe_ops(settings: Settings, names: ExpertNames) -> Facts:
     """This library's own: a scheme for each experts module that is quantized."""
-    for entry in said.values():
+    for entry in settings.values():
         stored = entry.get("checkpoint") if isinstance(entry, Mapping) else None
         if isinstance(stored, str) and names.are_matched(exact((stored,))):
             return named(str(entry.get("scheme")))
     return PLAIN
 
 
-_READERS: dict[str, Callable[[Said, ExpertNames], Facts | None]] = {
+_READERS: dict[str, Callable[[Settings, ExpertNames], Facts | None]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": lambda said, names: named("fp8_channel"),
-    "mxfp4": lambda said, names: named("mxfp4_w4a16"),
+    "fbgemm_fp8": lambda settings, names: named("fp8_channel"),
+    "mxfp4": lambda settings, names: named("mxfp4_w4a16"),
     "gptq": _gptq,
     "awq": _awq,
     **dict.fromkeys(("auto-round", "auto_round", "intel/auto-round"), _auto_round),

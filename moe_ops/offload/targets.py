@@ -12,7 +12,7 @@ from torch import nn
 
 from moe_ops.layer import FusedMoE
 from moe_ops.layer.host_memory import amount_of, offload, reason_against
-from moe_ops.layer.packing import convert_for_device
+from moe_ops.layer.forms import convert_for_device
 from moe_ops.layer.rank_checks import held_by, taken_by
 from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.residency import Amount

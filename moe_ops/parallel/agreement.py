@@ -80,8 +80,8 @@ def agree(
         result, facts = check()
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
-    said = {"error": None if failure is None else str(failure), "facts": dict(facts)}
-    heard = [json.loads(text) for text in gather(json.dumps(said))]
+    own = {"error": None if failure is None else str(failure), "facts": dict(facts)}
+    heard = [json.loads(text) for text in gather(json.dumps(own))]
     if failure is not None:
         raise failure
     for rank, other in enumerate(heard):
@@ -124,6 +124,6 @@ def gather_texts(group: dist.ProcessGroup, device: torch.device, text: str) -> l
 
 
 def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(found, x, group=group)
-    return found
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return parts

@@ -161,10 +161,10 @@ class FusedMoEParallelConfig:
         Raises:
             ValueError: a dimension of another name, or another order.
         """
-        known, names = ("dp", "pcp", "tp"), mesh.mesh_dim_names or ()
-        if len(names) != mesh.ndim or list(names) != [name for name in known if name in names]:
+        order, names = ("dp", "pcp", "tp"), mesh.mesh_dim_names or ()
+        if len(names) != mesh.ndim or list(names) != [name for name in order if name in names]:
             raise ValueError(
-                f"mesh must have dimensions named by some of {list(known)}, in this order, got "
+                f"mesh must have dimensions named by some of {list(order)}, in this order, got "
                 f"{list(names)}"
             )
         numbers: dict[str, Any] = {}

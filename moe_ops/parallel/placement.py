@@ -90,10 +90,10 @@ def determine_expert_ranks(
     checks.at_least(1, ep_size=ep_size)
     sizes = (global_num_experts, expert_placement_strategy)
     maps = [determine_expert_map(ep_size, rank, *sizes)[1] for rank in range(ep_size)]
-    known = [expert_map for expert_map in maps if expert_map is not None]
-    if not known:
+    present = [expert_map for expert_map in maps if expert_map is not None]
+    if not present:
         return torch.zeros(global_num_experts, dtype=torch.int32)
-    return ranks_of_experts(torch.stack(known) >= 0)
+    return ranks_of_experts(torch.stack(present) >= 0)
 
 
 def ranks_of_experts(held: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def choose_sources(old: Sequence[int], new: Sequence[int], spread: Spread) -> di
 
 def _whole_cycles(source: dict[int, int], room: _Room) -> list[Copy]:
     """Return the cycles that fit into a round, where every row of ``source`` is in a cycle."""
-    found: list[Copy] = []
+    copies: list[Copy] = []
     seen: set[int] = set()
     for start in source:
         cycle, row = [], start
@@ -131,8 +131,8 @@ def _whole_cycles(source: dict[int, int], room: _Room) -> list[Copy]:
             cycle.append(Copy(row, source[row]))
             row = source[row]
         if cycle and room.take(cycle):
-            found += cycle
-    return found
+            copies += cycle
+    return copies
 
 
 class _Room:

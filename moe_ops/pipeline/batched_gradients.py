@@ -45,8 +45,8 @@ def _products(x: Tensor, rows: Tensor, row_of_slot: Tensor) -> Tensor:
     """``<x[t], rows[row_of_slot[t, j]]>``; 0 for slots without a row."""
     at = row_of_slot.clamp(min=0).flatten()
     of_slots = rows.flatten(0, 1).index_select(0, at)
-    known = row_of_slot.clamp(max=0)  # 0: the slot has a row
-    return ops.slot_products(x, of_slots, known, None, 1, False)
+    ids = row_of_slot.clamp(max=0)  # 0: the slot has a row
+    return ops.slot_products(x, of_slots, ids, None, 1, False)
 
 
 class _Dispatch(Function):
@@ -60,8 +60,9 @@ class _Dispatch(Function):
         drops: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Copy rows to their experts, times router weights if they are given."""
-        given = (x, None, topk_weights, topk_ids, *places, "", drops)
-        rows, _, counts, dropped = ops.batched_dispatch(*given)
+        rows, _, counts, dropped = ops.batched_dispatch(
+            x, None, topk_weights, topk_ids, *places, "", drops
+        )
         ctx.places = places
         weighted = topk_weights is not None and ctx.needs_input_grad[1]
         ctx.save_for_backward(x if weighted else None, topk_weights, topk_ids)

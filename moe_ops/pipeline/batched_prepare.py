@@ -106,10 +106,10 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         if quant is None and wanted(a1, weights):
             rows, counts, dropped = dispatched(a1, weights, ids, places, self.drops)
         else:
-            given = None if quant is None else quant_config.input_scales[0]
+            a1_scale = None if quant is None else quant_config.input_scales[0]
             key = "" if quant is None else quant.key
             rows, scale, counts, dropped = ops.batched_dispatch(
-                a1, given, weights, ids, *places, key, self.drops
+                a1, a1_scale, weights, ids, *places, key, self.drops
             )
         check_none_dropped(dropped, self.max_num_tokens)
         return PrepareResult(

@@ -65,13 +65,13 @@ def routed(call: Call, prepared: PrepareResult) -> Call:
     """
     weights, ids, lora = prepared.topk_weights, prepared.topk_ids, call.lora
     if lora is not None and ids is not None and lora.lora_ids is not None:
-        found = attached_lora_ids(ids)
-        if found is None:
+        lora_ids = attached_lora_ids(ids)
+        if lora_ids is None:
             raise ValueError(
                 "topk_ids of prepare must have lora_ids attached (attach_lora_ids) if it is given "
                 "lora_ids, got none"
             )
-        lora = lora._replace(lora_ids=found)
+        lora = lora._replace(lora_ids=lora_ids)
     return call._replace(
         topk_weights=call.topk_weights if weights is None else weights,
         topk_ids=call.topk_ids if ids is None else ids,

@@ -89,13 +89,13 @@ class FusedMoEConfig:
         checks.flags(**{name: getattr(self, name) for name in flags})
         checks.instance("routing_method", self.routing_method, RoutingMethodType)
         checks.instance("moe_parallel_config", self.moe_parallel_config, FusedMoEParallelConfig)
-        for name, known in (
+        for name, choices in (
             ("in_dtype", checks.FLOATS),
             ("router_logits_dtype", (*checks.FLOATS, None)),
         ):
             dtype = getattr(self, name)
-            if dtype not in known:
-                raise TypeError(f"{name} must be one of {list(known)}, got {dtype}")
+            if dtype not in choices:
+                raise TypeError(f"{name} must be one of {list(choices)}, got {dtype}")
 
     @property
     def activation_kind(self) -> MoEActivation:

@@ -15,7 +15,7 @@ from moe_ops.dispatch.row_tiles import BY_EXPERT, rule_of
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
-from moe_ops.pipeline.packing import serves_packed
+from moe_ops.pipeline.forms import serves_packed
 from moe_ops.scheme import Scheme
 from moe_ops.tensors import TensorSpec
 
@@ -91,7 +91,7 @@ def cost_of(
 
 def math_of(config: FusedMoEConfig, scheme: Scheme) -> str:
     """The products' dtype, as named in `devices.MEASURED`; int8, nominally as fast, is "fp8"."""
-    if scheme.decoded:
+    if scheme.dequantizes_both:
         return "bf16"
     if scheme.activation is not None:
         return "fp8"
@@ -177,11 +177,18 @@ def _plans(
 
     def plan(n: int, k: int, activation: str, top_k: int) -> tuple[GemmPlan, PassedOver]:
         shape = (num_experts, n, k)
-        packed = serves_packed(shape, scheme, dtype, device, config.batch_invariant)
+        fragments = serves_packed(shape, scheme, dtype, device, config.batch_invariant)
         operands = layer_operands(
-            shape, scheme, dtype, rule, slots,
-            num_tokens=tokens, top_k=top_k, activation=activation, packed=packed,
-        )  # fmt: skip
+            shape,
+            scheme,
+            dtype,
+            rule,
+            slots,
+            num_tokens=tokens,
+            top_k=top_k,
+            activation=activation,
+            packed=fragments,
+        )
         if most is not None and operands.a_scale is not None:
             scales = scheme.quants[0].batched_scale_shape(num_experts, most, k)
             scale = TensorSpec.contiguous(operands.a_scale.dtype, *scales)

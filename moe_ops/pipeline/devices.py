@@ -80,14 +80,14 @@ def target_named(name: str) -> Target:
     Raises:
         ValueError: an unknown name; the message lists the known ones.
     """
-    known = {**TARGETS, **GPUS}
+    targets = {**TARGETS, **GPUS}
     full = {target.gpu: target for target in GPUS.values()}
     if name in full:
         return full[name]
     plain = str(name).lower().replace(" ", "_")
-    if plain not in known:
-        checks.one_of("device", name, list(known))
-    return known[plain]
+    if plain not in targets:
+        checks.one_of("device", name, list(targets))
+    return targets[plain]
 
 
 def target_of(device: torch.device) -> Target:

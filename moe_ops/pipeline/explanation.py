@@ -29,8 +29,8 @@ from moe_ops.pipeline.exchange.traffic import (
     slot_copies,
     traffic_of,
 )
+from moe_ops.pipeline.forms import multiplies_fp8
 from moe_ops.pipeline.host_costs import HIT_RATES, HOST_GBPS, HostCosts, host_costs
-from moe_ops.pipeline.packing import multiplies_fp8
 from moe_ops.pipeline.selection import (
     CANDIDATES,
     Candidate,

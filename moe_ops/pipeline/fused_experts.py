@@ -188,7 +188,7 @@ def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
 def _experts(
     plan: Tensor | None,
     hidden_states: Tensor,
-    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     routing: Routing,
     *,
     activation: MoEActivation | Activation | str,
@@ -198,15 +198,14 @@ def _experts(
     lora: ExpertLora | None = None,
     summed: bool = True,
 ) -> Tensor:
-    """`fused_experts` with an optional tile plan; ``given``: both weights, and both biases.
+    """`fused_experts` with an optional tile plan; ``weights``: both weights, and both biases.
 
     ``flags``: ``apply_router_weight_on_input`` and ``batch_invariant``. ``summed=False`` returns
     the slots' rows: see `expert_rows`.
     """
-    scheme, (w1, w2, *biases) = config.scheme, given
+    scheme, (w1, w2, *biases) = config.scheme, weights
     kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
-    autocasts = kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device)
-    if autocasts:
+    if kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device):
         dtype = torch.get_autocast_dtype(kind_of_device)
         plan = plan if hidden_states.dtype == dtype else None
         hidden_states = hidden_states.to(dtype)
@@ -217,24 +216,42 @@ def _experts(
     kind, key = kind_and_key(activation)
     b1, b2 = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
-    layer = (hidden_states, w1, w2, b1, b2, kind, scheme, *quantization)
-    _check_call(*flags, scheme, *routing, global_num_experts, *layer)
+    _check_call(
+        *flags,
+        scheme,
+        *routing,
+        global_num_experts,
+        hidden_states,
+        w1,
+        w2,
+        b1,
+        b2,
+        kind,
+        scheme,
+        *quantization,
+    )
     experts = expert_weights(w1, w2, config, (b1, b2))
     settings = Settings(scheme, key, *flags, summed)
-    operands = (hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
-    inputs = wanted(*operands) if torch.is_grad_enabled() else []
-    call = (hidden_states, experts, routing, settings, config, plan)
+    inputs: list[Tensor] = []
+    if torch.is_grad_enabled():
+        inputs = wanted(hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
     elif not inputs and not recomputed():
-        return _untrained(*call)
+        return _untrained(hidden_states, experts, routing, settings, config, plan)
     reason = lacking((w1, w2), config)
     if reason is not None:
         with torch.no_grad():
-            out = _untrained(*call) if lora is None else differentiable_experts(*call, lora)
+            out = (
+                _untrained(hidden_states, experts, routing, settings, config, plan)
+                if lora is None
+                else differentiable_experts(
+                    hidden_states, experts, routing, settings, config, plan, lora
+                )
+            )
         return refuse(out, inputs, "fused_experts", reason)
     check_transforms("fused_experts")
-    return differentiable_experts(*call, lora)
+    return differentiable_experts(hidden_states, experts, routing, settings, config, plan, lora)
 
 
 def _check_autocast(w1: Tensor, dtype: torch.dtype, scheme: Scheme) -> None:
@@ -348,18 +365,37 @@ def fused_moe(
         TypeError, ValueError, NotImplementedError: as `fused_topk` and `fused_experts`.
     """
     config = _config(quant_config)
-    scheme = config.scheme
     _check_routed(
-        hidden_states, w1, w2, gating_output, topk, renormalize, scoring_func, expert_map, scheme,
+        hidden_states,
+        w1,
+        w2,
+        gating_output,
+        topk,
+        renormalize,
+        scoring_func,
+        expert_map,
+        config.scheme,
         batch_invariant,
-    )  # fmt: skip
+    )
     if torch.is_grad_enabled() and gating_output.requires_grad:
-        plan, scored = None, (topk, renormalize, None, scoring_func)
-        topk_weights, topk_ids = fused_topk(hidden_states, gating_output, *scored)
+        plan = None
+        topk_weights, topk_ids = fused_topk(
+            hidden_states, gating_output, topk, renormalize, None, scoring_func
+        )
     else:
-        how = (None, topk, renormalize, scoring_func, 1)
-        layer = (w1.shape[0], scheme.key, hidden_states.dtype, batch_invariant)
-        topk_weights, topk_ids, plan = ops.topk_plan(gating_output, *how, expert_map, *layer)
+        topk_weights, topk_ids, plan = ops.topk_plan(
+            gating_output,
+            None,
+            topk,
+            renormalize,
+            scoring_func,
+            1,
+            expert_map,
+            w1.shape[0],
+            config.scheme.key,
+            hidden_states.dtype,
+            batch_invariant,
+        )
     return _experts(
         plan,
         hidden_states,

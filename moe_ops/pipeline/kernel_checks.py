@@ -98,10 +98,19 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
     config = fused_experts.quant_config
     checks.flags(apply_router_weight_on_input=call.apply_router_weight_on_input)
     check_layer(
-        call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts,
-        call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias,
-        kind_and_key(call.activation)[0], config.scheme, *config.tensors,
-    )  # fmt: skip
+        call.topk_weights,
+        call.topk_ids,
+        call.expert_map,
+        call.global_num_experts,
+        call.hidden_states,
+        call.w1,
+        call.w2,
+        config.w1_bias,
+        config.w2_bias,
+        kind_and_key(call.activation)[0],
+        config.scheme,
+        *config.tensors,
+    )
     _check_dtype(fused_experts, call.hidden_states)
 
 
@@ -178,9 +187,15 @@ def check_logits(
     """`check_call` for experts that route tokens themselves."""
     config = fused_experts.quant_config
     check_experts(
-        hidden_states, w1, w2, config.w1_bias, config.w2_bias, kind_and_key(activation)[0],
-        config.scheme, *config.tensors,
-    )  # fmt: skip
+        hidden_states,
+        w1,
+        w2,
+        config.w1_bias,
+        config.w2_bias,
+        kind_and_key(activation)[0],
+        config.scheme,
+        *config.tensors,
+    )
     _check_dtype(fused_experts, hidden_states)
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)

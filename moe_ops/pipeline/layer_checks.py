@@ -134,15 +134,15 @@ def check_routing(
     checks.topk_pair(topk_weights, topk_ids)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
-    given = None if global_num_experts == -1 else global_num_experts
-    checks.expert_map(expert_map, topk_ids, given)
+    expected = None if global_num_experts == -1 else global_num_experts
+    checks.expert_map(expert_map, topk_ids, expected)
     num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     if num_experts == 0:
         raise ValueError(f"w1 must hold at least one expert, got shape {tuple(w1.shape)}")
-    if given is not None and given != num_experts:
+    if expected is not None and expected != num_experts:
         raise ValueError(
             f"global_num_experts must be w1.shape[0] = {num_experts} without an expert_map, "
-            f"got {given}"
+            f"got {expected}"
         )
     checks.topk("topk_ids.shape[1]", topk_ids.shape[1], num_experts)
 

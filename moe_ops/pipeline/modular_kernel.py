@@ -145,9 +145,18 @@ class FusedMoEKernel:
                 kernel or too many tokens.
         """
         call = Call(
-            hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
-            expert_map, apply_router_weight_on_input, shared_experts_input, lora,
-        )  # fmt: skip
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            shared_experts_input,
+            lora,
+        )
         return self.run(call, self.shared_experts)
 
     def run(
@@ -195,7 +204,10 @@ class FusedMoEKernel:
         dtype = part.topk_indices_dtype()
         if dtype is not None and call.topk_ids.dtype != dtype:
             raise TypeError(f"topk_ids must have dtype {dtype}, got {call.topk_ids.dtype}")
-        arguments = (
+        is_async = part.supports_async()
+        start = part.prepare_async if is_async else part.prepare
+        ids = None if call.lora is None else call.lora.lora_ids
+        prepared = start(
             call.hidden_states,
             call.topk_weights,
             call.topk_ids,
@@ -204,13 +216,9 @@ class FusedMoEKernel:
             self._weighted_by_prepare(call, recorded),
             experts.quant_config,
             recorded or experts.expects_unquantized_inputs,
+            **({} if ids is None else {"lora_ids": ids}),
         )
-        ids = None if call.lora is None else call.lora.lora_ids
-        beside = {} if ids is None else {"lora_ids": ids}
-        if part.supports_async():
-            return Pending.of(part.prepare_async(*arguments, **beside))
-        prepared = part.prepare(*arguments, **beside)
-        return Pending(None, lambda: prepared)
+        return Pending.of(prepared) if is_async else Pending(None, lambda: prepared)
 
     def run_experts(self, call: Call, pending: Pending) -> tuple[Call, Tensor]:
         """Wait for prepare and run the experts on its result, in chunks if ``chunk_size`` is set.
@@ -228,9 +236,9 @@ class FusedMoEKernel:
         num_tokens, size = call.topk_ids.shape[0], self.chunk_size
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
-            given = [prepared]
+            sent = [prepared]
             del prepared  # `_experts` holds the only reference: rows are freed after the first GEMM
-            return call, self._refused(self._experts(plain, given, recorded), inputs, reason)
+            return call, self._refused(self._experts(plain, sent, recorded), inputs, reason)
         weighted = self._weighted_by_prepare(call, recorded)
         rows_per_token = call.topk_ids.shape[1] if weighted else 1
         quant = self.fused_experts.quant_config.scheme.activation
@@ -270,9 +278,9 @@ class FusedMoEKernel:
             return False
         return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
 
-    def _experts(self, call: Call, given: list[PrepareResult], recorded: bool) -> Tensor:
-        """Run the experts; ``given`` holds the only reference to the rows, so they can be freed."""
-        a1q, scale, meta, _, _ = given.pop()
+    def _experts(self, call: Call, sent: list[PrepareResult], recorded: bool) -> Tensor:
+        """Run the experts; ``sent`` holds the only reference to the rows, so they can be freed."""
+        a1q, scale, meta, _, _ = sent.pop()
         rows = [scale, a1q]
         del a1q, scale
         batched = self.fused_experts.activation_format() is FusedMoEActivationFormat.BatchedExperts
@@ -280,33 +288,45 @@ class FusedMoEKernel:
         expert_map = None if batched else call.expert_map
         if recorded:
             routing = Routing(call.topk_weights, call.topk_ids, expert_map)
-            how = (call.activation, meta, call.apply_router_weight_on_input)
             beside = () if call.lora is None else (call.lora,)
             return experts.differentiable_apply(
-                rows.pop(), call.w1, call.w2, routing, *how, *beside
+                rows.pop(),
+                call.w1,
+                call.w2,
+                routing,
+                call.activation,
+                meta,
+                call.apply_router_weight_on_input,
+                *beside,
             )
         return experts.apply(
-            rows.pop(), call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
-            num_experts_of(call), expert_map, rows.pop(), meta,
+            rows.pop(),
+            call.w1,
+            call.w2,
+            call.topk_weights,
+            call.topk_ids,
+            call.activation,
+            num_experts_of(call),
+            expert_map,
+            rows.pop(),
+            meta,
             call.apply_router_weight_on_input,
-        )  # fmt: skip
+        )
 
     def start_finalize(self, call: Call, rows: Tensor) -> Pending:
         """Start finalize; returns a pending ``(T, H)``."""
         part: Any = self.prepare_finalize
         experts: Any = self.fused_experts
-        arguments = (
+        is_async = part.supports_async()
+        finalize = part.finalize_async if is_async else part.finalize
+        output = finalize(
             rows,
             call.topk_weights,
             call.topk_ids,
             call.apply_router_weight_on_input,
             experts.finalize_weight_and_reduce_impl(),
         )
-        if part.supports_async():
-            pending = Pending.of(part.finalize_async(*arguments))
-        else:
-            output = part.finalize(*arguments)
-            pending = Pending(None, lambda: output)
+        pending = Pending.of(output) if is_async else Pending(None, lambda: output)
         if part.num_dispatchers() == 1:
             return pending
         tokens = call.hidden_states.shape[0]  # prepare may have padded them
@@ -324,8 +344,8 @@ class FusedMoEKernel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         shared = None
         if shared_experts is not None:
-            given = call.shared_experts_input
-            shared = shared_experts(call.hidden_states if given is None else given)
+            shared_input = call.shared_experts_input
+            shared = shared_experts(call.hidden_states if shared_input is None else shared_input)
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()
@@ -368,16 +388,32 @@ class FusedMoEKernel:
         experts: Any = self.fused_experts
         part: Any = self.prepare_finalize
         check_logits(
-            experts, hidden_states, w1, w2, router_logits, activation, global_num_experts,
+            experts,
+            hidden_states,
+            w1,
+            w2,
+            router_logits,
+            activation,
+            global_num_experts,
             expert_map,
-        )  # fmt: skip
+        )
         rows, scale, logits = part.prepare(
             hidden_states, router_logits, experts.quant_config, experts.expects_unquantized_inputs
         )
         num_experts = router_logits.shape[1] if global_num_experts == -1 else global_num_experts
         tokens = experts.apply(
-            rows, w1, w2, logits, activation, num_experts, expert_map, scale,
-            apply_router_weight_on_input, num_expert_group, e_score_correction_bias,
-            routed_scaling_factor, topk_group,
-        )  # fmt: skip
+            rows,
+            w1,
+            w2,
+            logits,
+            activation,
+            num_experts,
+            expert_map,
+            scale,
+            apply_router_weight_on_input,
+            num_expert_group,
+            e_score_correction_bias,
+            routed_scaling_factor,
+            topk_group,
+        )
         return part.finalize(tokens)

@@ -62,9 +62,16 @@ def normed_experts(
         transformers ``use_experts_implementation(has_post_expert_norm=True)``.
     """
     rows = expert_rows(
-        hidden_states, w1, w2, routing, activation=activation, w1_bias=w1_bias, w2_bias=w2_bias,
-        quant_config=quant_config, lora=lora,
-    )  # fmt: skip
+        hidden_states,
+        w1,
+        w2,
+        routing,
+        activation=activation,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        quant_config=quant_config,
+        lora=lora,
+    )
     num_experts, width = w1.shape[0], rows.shape[1]
     if torch.is_grad_enabled():
         rows = rows.masked_fill(_skipped(routing, num_experts).view(-1, 1), 0.0)
@@ -96,8 +103,9 @@ class _WeightedSum(Function):
         """Sum each token's rows, times router weights."""
         ctx.num_experts = num_experts
         ctx.save_for_backward(rows, topk_weights, topk_ids, expert_map)
-        slots = (topk_ids, expert_map, None, num_experts)
-        return ops.moe_fused_mul_sum(rows.contiguous(), topk_weights, *slots)
+        return ops.moe_fused_mul_sum(
+            rows.contiguous(), topk_weights, topk_ids, expert_map, None, num_experts
+        )
 
     @staticmethod
     @once("normed_experts")

@@ -49,7 +49,7 @@ def check_quantized(
         if is_packed(w):
             # Of experts in host memory there is one. Operators check real weights again.
             check_packed(name, w if w.stride(0) else w[:1], scheme, n, k)
-        _check_scales(config, name, quant, (w.shape[0], n, k), packed=is_packed(w))
+        _check_scales(config, name, quant, (w.shape[0], n, k), fragments=is_packed(w))
         if is_packed(w) and hidden_states.is_cuda:
             _check_packed_scale(config, name, quant, hidden_states.dtype)
     for name in ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale"):
@@ -74,7 +74,7 @@ def _check_scales(
     quant: Quant,
     weight: tuple[int, int, int],
     *,
-    packed: bool,
+    fragments: bool,
 ) -> None:
     """Check the scales, zero points and global scales of one weight ``(E, N, K)``."""
     experts, n, _ = weight
@@ -97,7 +97,7 @@ def _check_scales(
         x, name = getattr(config, field), f"quant_config.{field}"
         if x is not None:
             checks.tensor(name, x, None, dtypes)
-            _check_shape(name, x, [groups_first(s) for s in shapes] if packed else shapes)
+            _check_shape(name, x, [groups_first(s) for s in shapes] if fragments else shapes)
 
 
 def _check_packed_scale(

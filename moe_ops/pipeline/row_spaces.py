@@ -87,8 +87,9 @@ class SlotRows(NamedTuple):
         _, ids, expert_map = routing
         slots = ids.shape[0] * ids.shape[1]
         if plan is None and not always(slots <= direct_slots(num_local_experts)):
-            layer = (num_local_experts, scheme.key, dtype, batch_invariant)
-            plan = ops.plan_slots(ids, expert_map, *layer)
+            plan = ops.plan_slots(
+                ids, expert_map, num_local_experts, scheme.key, dtype, batch_invariant
+            )
         return SlotRows(Tiles(plan, ids, expert_map), num_local_experts, batch_invariant)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:

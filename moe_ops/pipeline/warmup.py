@@ -81,9 +81,19 @@ def warmup(
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
         logits = torch.randn(tokens, num_experts, device=w1.device)
         logits = logits.to(router_logits_dtype or dtype)
-        how = (None, top_k, True, scoring_func, 1)
-        layer = (w1.shape[0], scheme.key, dtype, invariant)
-        ops.topk_plan(logits, *how, expert_map, *layer)
+        ops.topk_plan(
+            logits,
+            None,
+            top_k,
+            True,
+            scoring_func,
+            1,
+            expert_map,
+            w1.shape[0],
+            scheme.key,
+            dtype,
+            invariant,
+        )
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)
@@ -128,12 +138,21 @@ class Variants(NamedTuple):
             (self.w2, (num_experts, hidden, width), "", 1),
         ):
             # References take any form, though kernels are planned for an assumed GPU.
-            packed = w.is_cuda and is_packed(w)
-            problem = problem_of(layer_operands(
-                shape, self.scheme, self.dtype, rule, num_tokens * self.top_k,
-                num_tokens=num_tokens, top_k=top_k, activation=activation, packed=packed,
-            ))  # fmt: skip
-            if packed:
+            fragments = w.is_cuda and is_packed(w)
+            problem = problem_of(
+                layer_operands(
+                    shape,
+                    self.scheme,
+                    self.dtype,
+                    rule,
+                    num_tokens * self.top_k,
+                    num_tokens=num_tokens,
+                    top_k=top_k,
+                    activation=activation,
+                    packed=fragments,
+                )
+            )
+            if fragments:
                 yield problem  # no other kernel reads it
             else:
                 yield from (problem, problem._replace(boxes=False))
@@ -174,14 +193,14 @@ def run_variants(
     run: Callable[[int], Any], num_tokens: int | Iterable[int], variants: Variants
 ) -> list[int]:
     """Call ``run`` with the token counts that differ in a kernel, and wait for the device."""
-    given = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
-    for count in given:
+    counts = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
+    for count in counts:
         checks.at_least(0, num_tokens=count)
     if isinstance(num_tokens, int):
         chosen = first_counts(variants.of, num_tokens)
     else:
         chosen = {}
-        for tokens in given:
+        for tokens in counts:
             chosen.setdefault(variants.of(tokens), tokens)
     for tokens in chosen.values():
         run(tokens)

@@ -129,10 +129,19 @@ def workspace_nbytes(
     )
     checks.topk("top_k", top_k, num_experts)
     config = FusedMoEConfig(
-        num_experts, top_k, hidden_size, intermediate_size, num_experts, activation, "meta",
-        RoutingMethodType.Default, in_dtype=dtype, is_act_and_mul=kind.is_gated,
-        max_num_tokens=max(1, num_tokens), batch_invariant=batch_invariant,
-    )  # fmt: skip
+        num_experts,
+        top_k,
+        hidden_size,
+        intermediate_size,
+        num_experts,
+        activation,
+        "meta",
+        RoutingMethodType.Default,
+        in_dtype=dtype,
+        is_act_and_mul=kind.is_gated,
+        max_num_tokens=max(1, num_tokens),
+        batch_invariant=batch_invariant,
+    )
     x = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta")
     w1, w2, quant_config = _weights(config, as_scheme(scheme))
     topk_weights = x.new_empty(num_tokens, top_k, dtype=torch.float32)
@@ -164,11 +173,11 @@ def _weights(config: FusedMoEConfig, scheme: Scheme) -> tuple[Tensor, Tensor, Fu
         )
         for shape in shapes
     )
-    quant, given = scheme.activation, {}
+    quant, static_scales = scheme.activation, {}
     if quant is not None and (quant.static or quant.global_scale):
         name = "a{}_gscale" if quant.global_scale else "a{}_scale"
-        given = {name.format(i): torch.empty(1, device="meta") for i in (1, 2)}
-    quant_config = FusedMoEQuantConfig.from_weights(scheme, w1, w2, **given)
+        static_scales = {name.format(i): torch.empty(1, device="meta") for i in (1, 2)}
+    quant_config = FusedMoEQuantConfig.from_weights(scheme, w1, w2, **static_scales)
     return w1.data, w2.data, quant_config
 
 

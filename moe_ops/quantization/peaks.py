@@ -59,16 +59,23 @@ class Peaks:
             return h
 
         gated_experts(
-            hidden_states, plain.w1, plain.w2, weights, ids, observed,
-            is_gated=plain.w1.shape[1] == 2 * plain.w2.shape[2], expert_map=expert_map,
-            w1_bias=plain.w1_bias, w2_bias=plain.w2_bias,
-        )  # fmt: skip
+            hidden_states,
+            plain.w1,
+            plain.w2,
+            weights,
+            ids,
+            observed,
+            is_gated=plain.w1.shape[1] == 2 * plain.w2.shape[2],
+            expert_map=expert_map,
+            w1_bias=plain.w1_bias,
+            w2_bias=plain.w2_bias,
+        )
 
     def _note(self, gemm: int, rows: Tensor, counted: Tensor) -> None:
         if rows.numel():
             magnitudes = torch.where(counted[:, None], rows.abs(), 0)
-            found, known = magnitudes.amax().float(), self._seen[gemm]
-            self._seen[gemm] = found if known is None else torch.maximum(found, known)
+            peak, highest = magnitudes.amax().float(), self._seen[gemm]
+            self._seen[gemm] = peak if highest is None else torch.maximum(peak, highest)
 
     def input_scales(self, name: str, scheme: Scheme) -> tuple[float, float]:
         """Return the scales that map the peaks to the largest numbers of the scheme.

@@ -79,8 +79,8 @@ def quantize_(
         target.check(scheme)
     scales = _calibrated(model, targets, scheme, calibrate)
     pairs = list(zip(targets, scales, strict=True))
-    for target, given in shown(pairs, "quantizing", progress=progress):
-        target.quantize(scheme, given)
+    for target, peaks in shown(pairs, "quantizing", progress=progress):
+        target.quantize(scheme, peaks)
     kinds: list[type[Target]] = list({type(target): None for target in targets})
     for kind in kinds:
         kind.finish(model)

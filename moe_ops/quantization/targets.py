@@ -77,7 +77,8 @@ class Target(ABC):
             if w is not None and w.is_meta:
                 raise ValueError(f"model.{self.name} must hold numbers, got {name} on meta")
         width = sizes.intermediate_size
-        if quant is not None and quant.element.packed and (sizes.hidden_size % 2 or width % 2):
+        per_byte = 1 if quant is None else quant.element.values_per_byte
+        if sizes.hidden_size % per_byte or width % per_byte:
             raise ValueError(
                 f"model.{self.name} must have even sizes for 4-bit scheme {scheme.name}, got "
                 f"H = {sizes.hidden_size} and I = {width}"

@@ -27,13 +27,13 @@ def expert_dgrad(
 ) -> Tensor:
     """``out[s] = a[s // top_k] @ dequantized(w[e])``, with weights rounded to the rows' dtype."""
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    known = get_scheme(scheme)
+    parsed = get_scheme(scheme)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    k = w.shape[2] * known.numbers_per_entry(w.dtype)
+    k = w.shape[2] * parsed.numbers_per_entry(w.dtype)
     turned = a.new_empty(()).expand(len(w), k, w.shape[1])
 
     def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
-        weight = dequantize_weight(one_expert(stored, expert), known, a.dtype)[0].float()
+        weight = dequantize_weight(one_expert(stored, expert), parsed, a.dtype)[0].float()
         multiply(rows[0].float(), weight, out, batch_invariant)
 
     return grouped(product, (a,), ExpertWeight(turned), tiles, rule, top_k, a.dtype, Epilogue(None))

@@ -20,7 +20,8 @@ def _rows_by_expert(
     topk_weights: Tensor | None,
     tiles: AnyTiles,
     num_experts: int,
-    how: tuple[str, bool],
+    scheme: str,
+    batch_invariant: bool,
     *,
     rounded: bool = True,
 ) -> Iterator[tuple[int, list[Tensor]]]:
@@ -31,7 +32,8 @@ def _rows_by_expert(
         topk_weights: one per slot, or None.
         tiles: see `Tiles`.
         num_experts: El.
-        how: the scheme, and whether the plan is batch-invariant.
+        scheme: the scheme of the plan.
+        batch_invariant: whether the plan is batch-invariant.
         rounded: whether rows times router weights are rounded to the dtype of the rows.
     """
     topk_ids, num_slots = tiles[1], max(len(x) for x in rows)
@@ -39,7 +41,7 @@ def _rows_by_expert(
         num_slots = topk_ids.numel()
     if num_slots == 0:
         return
-    rule = gemm_rule(how[0], rows[0], tiles, how[1])
+    rule = gemm_rule(scheme, rows[0], tiles, batch_invariant)
     slots, experts, counts, _ = planned_rows(tiles, rule, num_slots, num_experts)
     for expert, mine in zip(experts, slots.split(counts), strict=True):
         first, *others = (x[mine // (num_slots // len(x))] for x in rows)
@@ -61,8 +63,8 @@ def expert_wgrad(
 ) -> Tensor:
     """``out[e] = (topk_weights * dy).T @ x`` over the slots of e; zeros for an expert without."""
     out = dy.new_zeros((num_experts, dy.shape[1], x.shape[1]), dtype=out_dtype)
-    how = (scheme, batch_invariant)
-    for expert, (d, r) in _rows_by_expert((dy, x), topk_weights, tiles, num_experts, how):
+    of_experts = _rows_by_expert((dy, x), topk_weights, tiles, num_experts, scheme, batch_invariant)
+    for expert, (d, r) in of_experts:
         out[expert] = (d.t() @ r).to(out_dtype)
     return out
 
@@ -77,10 +79,10 @@ def expert_bias_grad(
 ) -> Tensor:
     """``out[e]``: the sum of ``topk_weights * dy`` over the slots of e, in float32."""
     out = dy.new_zeros((num_experts, dy.shape[1]), dtype=torch.float32)
-    how = (scheme, batch_invariant)
-    for expert, (d,) in _rows_by_expert(
-        (dy,), topk_weights, tiles, num_experts, how, rounded=False
-    ):
+    of_experts = _rows_by_expert(
+        (dy,), topk_weights, tiles, num_experts, scheme, batch_invariant, rounded=False
+    )
+    for expert, (d,) in of_experts:
         out[expert] = d.sum(0)
     return out
 

@@ -46,9 +46,9 @@ def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor
     out = x.new_zeros((experts.shape[0], x.shape[1]))
     for expert, columns in enumerate(order.long()):
         slots = (experts == expert).nonzero()[:, 0]
-        known = (columns >= 0) & (columns < x.shape[1])
-        ordered = x[slots // k].index_select(1, torch.where(known, columns, 0))
-        out[slots] = torch.where(known, ordered, out[slots])
+        valid = (columns >= 0) & (columns < x.shape[1])
+        ordered = x[slots // k].index_select(1, torch.where(valid, columns, 0))
+        out[slots] = torch.where(valid, ordered, out[slots])
     return out
 
 

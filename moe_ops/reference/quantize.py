@@ -9,7 +9,7 @@ from moe_ops.fake_impls.quantize import check_width
 from moe_ops.reference import activation as activations
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import WHOLE, Quant, parse_quant
-from moe_ops.scheme.formats import pack
+from moe_ops.scheme.formats import join_nibbles
 from moe_ops.scheme.rounding import encode, range_scale, scale_value
 
 
@@ -90,7 +90,7 @@ def quantize_rows(
     divisor = _spread(scale_value(scale), rule, x.shape[2])
     ratio = torch.where(used[..., None] & (divisor != 0), x / divisor, 0.0)
     codes = encode(ratio, rule.element)
-    return pack(codes, 2) if rule.element.packed else codes, scale
+    return join_nibbles(codes, 2) if rule.element.values_per_byte == 2 else codes, scale
 
 
 def _group_amax(x: Tensor, rule: Quant) -> Tensor:

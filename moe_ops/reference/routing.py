@@ -96,12 +96,12 @@ def hash_topk(
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """Experts from a table by token id; weights are their scores."""
-    known = (input_ids >= 0) & (input_ids < table.shape[0])
-    ids = table[torch.where(known, input_ids, 0)].long()
-    known = known[:, None] & (ids >= 0) & (ids < gating_output.shape[1])
-    weights = scores(gating_output, scoring_func).gather(-1, torch.where(known, ids, 0))
-    weights = weigh(torch.where(known, weights, 0.0), renormalize, routed_scaling_factor)
-    return weights, torch.where(known, ids, -1).to(torch.int32).contiguous()
+    valid = (input_ids >= 0) & (input_ids < table.shape[0])
+    ids = table[torch.where(valid, input_ids, 0)].long()
+    valid = valid[:, None] & (ids >= 0) & (ids < gating_output.shape[1])
+    weights = scores(gating_output, scoring_func).gather(-1, torch.where(valid, ids, 0))
+    weights = weigh(torch.where(valid, weights, 0.0), renormalize, routed_scaling_factor)
+    return weights, torch.where(valid, ids, -1).to(torch.int32).contiguous()
 
 
 def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:
@@ -142,17 +142,17 @@ def topk_backward(
     """
     logits, num_experts = gating_output.double(), gating_output.shape[1]
     finite, ids = logits.isfinite(), topk_ids.long()
-    known = (ids >= 0) & (ids < num_experts)
-    ids = torch.where(known, ids, 0)
+    valid = (ids >= 0) & (ids < num_experts)
+    ids = torch.where(valid, ids, 0)
     score = scores(gating_output, scoring_func).double()
-    chosen = score.gather(1, ids).masked_fill(~known, 0.0)
-    grad = grad.double().masked_fill(~known, 0.0) * routed_scaling_factor
+    chosen = score.gather(1, ids).masked_fill(~valid, 0.0)
+    grad = grad.double().masked_fill(~valid, 0.0) * routed_scaling_factor
     if renormalize:
         total = chosen.sum(1, keepdim=True)
         total = total.masked_fill(total == 0, 1.0)
         share = chosen / total  # without a positive score all shares are zero
         grad = (grad - (grad * share).sum(1, keepdim=True)) / total
-        grad = grad.masked_fill(~known, 0.0)
+        grad = grad.masked_fill(~valid, 0.0)
     slopes = torch.zeros_like(logits).scatter_add_(1, ids, grad)
     x = logits.masked_fill(~finite, 0.0)
     if scoring_func == "softmax":

@@ -18,9 +18,9 @@ def adjust_routing(
     """Scale weights by expert, append shared experts, then mask padding tokens."""
     weights, ids = topk_weights.float(), topk_ids
     if per_expert_scale is not None:
-        known = (ids >= 0) & (ids < num_experts)
-        scale = per_expert_scale.float()[torch.where(known, ids, 0)]
-        weights = torch.where(known, weights * scale, weights)
+        valid = (ids >= 0) & (ids < num_experts)
+        scale = per_expert_scale.float()[torch.where(valid, ids, 0)]
+        weights = torch.where(valid, weights * scale, weights)
     shared = torch.arange(num_experts, num_experts + num_shared_experts, device=ids.device)
     shared = shared.to(ids.dtype).expand(ids.shape[0], -1)
     ids = torch.cat((ids, shared), -1)

@@ -37,12 +37,12 @@ def slots_by_expert(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> list[tuple[int, list[int]]]:
     """Each local expert that has slots, in order, with its slots in order."""
-    found: dict[int, list[int]] = {}
+    slots: dict[int, list[int]] = {}
     experts = local_experts(topk_ids, expert_map, num_local_experts).tolist()
     for slot, expert in enumerate(experts):
-        found.setdefault(expert, []).append(slot)
-    found.pop(-1, None)
-    return sorted(found.items())
+        slots.setdefault(expert, []).append(slot)
+    slots.pop(-1, None)
+    return sorted(slots.items())
 
 
 class PlannedRows(NamedTuple):

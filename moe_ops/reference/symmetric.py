@@ -34,8 +34,8 @@ def symmetric_send(
     windows = windows_of(peers)
     layout, rank, top_k = windows.layout, windows.rank, topk_ids.shape[1]
     arrived = windows.arrived(x, scale, top_k, rows_per_rank, quant)
-    known = (topk_ids >= 0) & (topk_ids < num_experts)
-    home = homes(torch.where(known, topk_ids, -1), expert_ranks)
+    valid = (topk_ids >= 0) & (topk_ids < num_experts)
+    home = homes(torch.where(valid, topk_ids, -1), expert_ranks)
     rows, row_scale = x, scale
     if quant:
         weights = topk_weights if on_input else None
@@ -98,9 +98,9 @@ def homes(ids: Tensor, expert_ranks: Tensor | None) -> Tensor:
     """The rank of each slot's expert, -1 for a slot that no expert computes, whose id is -1."""
     if expert_ranks is None:
         return torch.where(ids >= 0, 0, -1)
-    known = (ids >= 0) & (ids < len(expert_ranks))
+    valid = (ids >= 0) & (ids < len(expert_ranks))
     return torch.cat([expert_ranks, expert_ranks.new_full((1,), -1)])[
-        torch.where(known, ids, -1).long()
+        torch.where(valid, ids, -1).long()
     ]
 
 

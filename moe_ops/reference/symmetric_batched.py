@@ -26,8 +26,19 @@ def symmetric_send_batched(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Send ids; then quantize this rank's tokens, and write a row for each of their slots."""
-    given = (x, scale, topk_weights, topk_ids, placement, held, peers, state)
-    out = empty_sent(*given, rows_per_rank, on_input, quant)
+    out = empty_sent(
+        x,
+        scale,
+        topk_weights,
+        topk_ids,
+        placement,
+        held,
+        peers,
+        state,
+        rows_per_rank,
+        on_input,
+        quant,
+    )
     windows = windows_of(peers)
     mine = windows.arrived_batched(out[0], out[1], topk_ids.shape[1], quant)
     layout, rank, (tokens, top_k) = windows.layout, windows.rank, topk_ids.shape
@@ -59,11 +70,15 @@ def symmetric_send_batched(
             if quant and not parse_quant(quant).per_tensor:
                 there_scales.flatten(0, 1)[row] = row_scale[token, slot]
         exchange(windows, state, 0, at.sent)
-    count = torch.stack([((of_all == e) & (of_all >= 0)).sum() for e in held]).int()
     home, expert = _placed(of_all, placement, ranks, len(held))
     local_ids = torch.where(home == rank, expert, -1).int()
-    counts, dropped = count.clamp(max=room), (count - room).clamp(min=0)
-    return mine[0], mine[1], counts, dropped, local_ids, mine[2]
+    return mine[0], mine[1], *_counts(of_all, held, room), local_ids, mine[2]
+
+
+def _counts(ids: Tensor, held: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """int32: the rows that each held expert takes, and those that find no room."""
+    count = torch.stack([((ids == e) & (ids >= 0)).sum() for e in held]).int()
+    return count.clamp(max=room), (count - room).clamp(min=0)
 
 
 def _placed(ids: Tensor, placement: Tensor, ranks: int, experts: int) -> tuple[Tensor, Tensor]:
@@ -71,10 +86,10 @@ def _placed(ids: Tensor, placement: Tensor, ranks: int, experts: int) -> tuple[T
 
     Ids and placement may be anything: what leads out of the ranks or their experts has no expert.
     """
-    known = (ids >= 0) & (ids < placement.shape[1])
-    home, expert = placement.long()[:, torch.where(known, ids, 0).long()]
-    known &= (home >= 0) & (home < ranks) & (expert >= 0) & (expert < experts)
-    return torch.where(known, home, -1), torch.where(known, expert, 0)
+    valid = (ids >= 0) & (ids < placement.shape[1])
+    home, expert = placement.long()[:, torch.where(valid, ids, 0).long()]
+    valid &= (home >= 0) & (home < ranks) & (expert >= 0) & (expert < experts)
+    return torch.where(valid, home, -1), torch.where(valid, expert, 0)
 
 
 def _places(ids: Tensor) -> Tensor:

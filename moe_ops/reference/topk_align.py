@@ -23,7 +23,13 @@ def topk_plan(
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_topk`, then `plan_slots` of the chosen ids."""
-    how = (topk, renormalize, scoring_func, routed_scaling_factor)
-    weights, ids = fused_topk(gating_output, e_score_correction_bias, *how)
-    layer = (num_local_experts, scheme, dtype, batch_invariant)
-    return weights, ids, plan_slots(ids, expert_map, *layer)
+    weights, ids = fused_topk(
+        gating_output,
+        e_score_correction_bias,
+        topk,
+        renormalize,
+        scoring_func,
+        routed_scaling_factor,
+    )
+    plan = plan_slots(ids, expert_map, num_local_experts, scheme, dtype, batch_invariant)
+    return weights, ids, plan

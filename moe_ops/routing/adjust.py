@@ -120,7 +120,8 @@ def zero_experts(
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.at_least(0, num_experts=num_experts)
     checks.between(-1, max(num_experts - 1, 0), skipped_id=skipped_id)
-    given = (hidden_states, topk_weights, topk_ids, num_experts, skipped_id)
     if wanted(hidden_states, topk_weights):
-        return differentiable_zero_experts(*given)
-    return ops.zero_experts(*given)
+        return differentiable_zero_experts(
+            hidden_states, topk_weights, topk_ids, num_experts, skipped_id
+        )
+    return ops.zero_experts(hidden_states, topk_weights, topk_ids, num_experts, skipped_id)

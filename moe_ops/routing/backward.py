@@ -21,7 +21,7 @@ def differentiable_topk(
     function: str,
     gating_output: Tensor,
     e_score_correction_bias: Tensor | None,
-    how: tuple[int, bool, str, float],
+    settings: tuple[int, bool, str, float],
     groups: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids, with a gradient of the logits through the weights of the chosen experts.
@@ -30,12 +30,12 @@ def differentiable_topk(
         function: the caller's name, for errors.
         gating_output: ``(T, E)``.
         e_score_correction_bias: ``(E,)`` or None; it has no gradient, since it only chooses.
-        how: k, renormalize, scoring function, scaling factor.
+        settings: k, renormalize, scoring function, scaling factor.
         groups: number of groups, and of groups to keep; None: `ops.fused_topk`.
     """
     check_transforms(function)
     bias = None if e_score_correction_bias is None else e_score_correction_bias.detach()
-    return _TopK.apply(gating_output, bias, how, groups)
+    return _TopK.apply(gating_output, bias, settings, groups)
 
 
 class _Chosen(Function):
@@ -46,7 +46,7 @@ class _Chosen(Function):
     def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor, _: Any) -> Any:
         """The gradient of the logits."""
         gating_output, ids = saved
-        return ops.topk_backward(grad, gating_output, ids, *ctx.how), None, None, None
+        return ops.topk_backward(grad, gating_output, ids, *ctx.weighing), None, None, None
 
 
 class _TopK(_Chosen):
@@ -55,26 +55,31 @@ class _TopK(_Chosen):
         ctx: Any,
         gating_output: Tensor,
         bias: Tensor | None,
-        how: tuple[int, bool, str, float],
+        settings: tuple[int, bool, str, float],
         groups: tuple[int, int] | None,
     ) -> tuple[Tensor, Tensor]:
         """Route; the logits and the ids are kept."""
+        topk, renormalize, scoring_func, scale = settings
         if groups is None:
-            weights, ids = ops.fused_topk(gating_output, bias, *how)
+            weights, ids = ops.fused_topk(
+                gating_output, bias, topk, renormalize, scoring_func, scale
+            )
         else:
-            weights, ids = ops.grouped_topk(gating_output, bias, *how, *groups)
-        ctx.how = how[1:]
+            weights, ids = ops.grouped_topk(
+                gating_output, bias, topk, renormalize, scoring_func, scale, *groups
+            )
+        ctx.weighing = renormalize, scoring_func, scale
         ctx.save_for_backward(gating_output, ids)
         ctx.mark_non_differentiable(ids)
         return weights, ids
 
 
 def differentiable_hash_topk(
-    gating_output: Tensor, input_ids: Tensor, table: Tensor, how: tuple[bool, str, float]
+    gating_output: Tensor, input_ids: Tensor, table: Tensor, weighing: tuple[bool, str, float]
 ) -> tuple[Tensor, Tensor]:
-    """`ops.hash_topk` with a gradient of the logits; ``how``: its other arguments."""
+    """`ops.hash_topk` with a gradient of the logits; ``weighing``: its other arguments."""
     check_transforms("hash_topk")
-    return _HashTopK.apply(gating_output, input_ids, table, how)
+    return _HashTopK.apply(gating_output, input_ids, table, weighing)
 
 
 class _HashTopK(_Chosen):
@@ -84,11 +89,11 @@ class _HashTopK(_Chosen):
         gating_output: Tensor,
         input_ids: Tensor,
         table: Tensor,
-        how: tuple[bool, str, float],
+        weighing: tuple[bool, str, float],
     ) -> tuple[Tensor, Tensor]:
         """Look experts up; the logits and the ids are kept."""
-        weights, ids = ops.hash_topk(gating_output, input_ids, table, *how)
-        ctx.how = how
+        weights, ids = ops.hash_topk(gating_output, input_ids, table, *weighing)
+        ctx.weighing = weighing
         ctx.save_for_backward(gating_output, ids)
         ctx.mark_non_differentiable(ids)
         return weights, ids
@@ -119,7 +124,7 @@ class _Sparsemixer(Function):
         """
         gating_output, ids = saved
         logits = gating_output.float()
-        left, found = logits.isfinite(), torch.zeros_like(logits, dtype=torch.float64)
+        left, gradient = logits.isfinite(), torch.zeros_like(logits, dtype=torch.float64)
         for j in range(2):
             chosen = ids[:, j : j + 1].long()
             peak = logits.gather(1, chosen)
@@ -128,9 +133,9 @@ class _Sparsemixer(Function):
             share = torch.where(kept, (logits.double() - peak.double()).exp(), 0.0)
             share = share / share.sum(1, keepdim=True).clamp(min=1)  # the chosen one's was 1
             slope = share.gather(1, chosen) * grad[:, j : j + 1].double()
-            found = found.scatter_add(1, chosen, slope) - slope * share
+            gradient = gradient.scatter_add(1, chosen, slope) - slope * share
             left = left.scatter(1, chosen, value=False)
-        return found.to(gating_output.dtype), None
+        return gradient.to(gating_output.dtype), None
 
 
 def differentiable_adjustment(
@@ -176,10 +181,9 @@ class _Adjust(Function):
             adjusted, _ = ops.adjust_routing(grad, ids, scale, padding, experts, 0, 1.0)
             dweights = adjusted.to(weights.dtype)
         if ctx.needs_input_grad[1]:
-            given = (weights, ids, None, padding, experts, 0, 1.0)
-            unscaled, known = ops.adjust_routing(*given)
-            how = (UNQUANTIZED.key, torch.float32)
-            tiles = [ops.plan_slots(known, None, experts, *how), known, None]
+            unscaled, experts_of = ops.adjust_routing(weights, ids, None, padding, experts, 0, 1.0)
+            plan = ops.plan_slots(experts_of, None, experts, UNQUANTIZED.key, torch.float32)
+            tiles = [plan, experts_of, None]
             products = (grad * unscaled).view(-1, 1)
             sums = ops.expert_bias_grad(products, None, tiles, experts, UNQUANTIZED.key)
             dscale = sums.flatten().to(scale.dtype)
@@ -202,9 +206,9 @@ class _ZeroExperts(Function):
         """Remove identity experts; the arguments are kept."""
         ctx.num_experts = num_experts
         ctx.save_for_backward(x, weights, ids)
-        given, left, result = ops.zero_experts(x, weights, ids, num_experts, skipped_id)
+        kept, left, result = ops.zero_experts(x, weights, ids, num_experts, skipped_id)
         ctx.mark_non_differentiable(left)
-        return given, left, result
+        return kept, left, result
 
     @staticmethod
     @once("zero_experts")

@@ -53,8 +53,15 @@ def given_topk(
         check_logits(hidden_states, gating_output, topk_ids.shape[1])
         return gating_output[:, : topk_ids.shape[1]].float(), topk_ids.to(torch.int32)
     rows = torch.arange(topk_ids.shape[0], device=topk_ids.device)
-    how = (renormalize, scoring_func, routed_scaling_factor)
-    return hash_topk(hidden_states, gating_output, rows, topk_ids, *how)
+    return hash_topk(
+        hidden_states,
+        gating_output,
+        rows,
+        topk_ids,
+        renormalize,
+        scoring_func,
+        routed_scaling_factor,
+    )
 
 
 def check_topk_ids(topk_ids: Tensor, hidden_states: Tensor, top_k: int | None = None) -> None:

@@ -174,8 +174,8 @@ def select_experts(
     if enable_eplb:
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
         ids = _physical(ids, *state, indices_type, record_enabled, seed, step)
-    more = (num_experts, shared, is_padding, shared_expert_gate)
-    weights, ids = _with_shared_experts(hidden_states, weights, ids, *more)
+    shared_slots = (shared, is_padding, shared_expert_gate)
+    weights, ids = _with_shared_experts(hidden_states, weights, ids, num_experts, *shared_slots)
     return SelectedExperts(weights, narrowed(ids, indices_type or torch.int32), result)
 
 
@@ -219,23 +219,28 @@ def _choose(
     groups: tuple[int | None, int | None] | None,
     custom_routing_function: CustomRouting | None,
     hashed: tuple[Tensor | None, Tensor | None],
-    how: tuple[str, float, Tensor | None],
+    scoring: tuple[str, float, Tensor | None],
     topk_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids from the method that the arguments select."""
-    (table, input_ids), (scoring_func, factor, bias) = hashed, how
+    hidden_states, router_logits, top_k, renormalize = logits
+    (table, input_ids), (scoring_func, factor, bias) = hashed, scoring
     if input_ids is not None and table is None:
         raise ValueError("input_ids must be None without hash_indices_table, got a Tensor")
     if topk_ids is not None:
         function = None if groups is not None else custom_routing_function
         return _weigh(topk_ids, logits, function, scoring_func, factor)
     if groups is not None:
-        return grouped_topk(*logits, *groups, scoring_func, factor, bias)
+        return grouped_topk(
+            hidden_states, router_logits, top_k, renormalize, *groups, scoring_func, factor, bias
+        )
     if custom_routing_function is not None:
-        return _custom(custom_routing_function, *logits, factor)
+        return _custom(custom_routing_function, logits, factor)
     if table is not None:
-        return _hashed(table, input_ids, *logits, scoring_func, factor)
-    return fused_topk(*logits, None, scoring_func, bias, factor)
+        return _hashed(table, input_ids, logits, scoring_func, factor)
+    return fused_topk(
+        hidden_states, router_logits, top_k, renormalize, None, scoring_func, bias, factor
+    )
 
 
 def _weigh(
@@ -249,27 +254,24 @@ def _weigh(
     hidden_states, router_logits, top_k, renormalize = logits
     check_topk_ids(topk_ids, hidden_states, top_k)
     if function is None:
-        how = (renormalize, scoring_func, factor)
-        return given_topk(hidden_states, router_logits, topk_ids, *how)
+        return given_topk(hidden_states, router_logits, topk_ids, renormalize, scoring_func, factor)
     check_replays(function)
-    return _custom(function, *logits, factor, topk_ids=topk_ids)
+    return _custom(function, logits, factor, topk_ids=topk_ids)
 
 
 def _custom(
     function: CustomRouting,
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    top_k: int,
-    renormalize: bool,
+    logits: tuple[Tensor, Tensor, int, bool],
     routed_scaling_factor: float,
-    **given: Tensor,
+    **options: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The checked result of the caller's function, with weights in float32 and scaled."""
     if not callable(function):
         name = type(function).__name__
         raise TypeError(f"custom_routing_function must be callable, got {name}")
     checks.number("routed_scaling_factor", routed_scaling_factor)
-    weights, ids = function(hidden_states, router_logits, top_k, renormalize, **given)
+    hidden_states, router_logits, top_k, renormalize = logits
+    weights, ids = function(hidden_states, router_logits, top_k, renormalize, **options)
     checks.topk_pair(weights, ids)
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
     checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)
@@ -279,19 +281,18 @@ def _custom(
 def _hashed(
     table: Tensor,
     input_ids: Tensor | None,
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    top_k: int,
-    renormalize: bool,
+    logits: tuple[Tensor, Tensor, int, bool],
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """`hash_topk`, with a table of ``top_k`` columns."""
+    hidden_states, router_logits, top_k, renormalize = logits
     checks.tensor("hash_indices_table", table, 2, checks.INDICES)
     checks.size("hash_indices_table.shape[1]", table.shape[1], "top_k", top_k)
     words = _given("input_ids", input_ids, "hash_indices_table")
-    how = (renormalize, scoring_func, routed_scaling_factor)
-    return hash_topk(hidden_states, router_logits, words, table, *how)
+    return hash_topk(
+        hidden_states, router_logits, words, table, renormalize, scoring_func, routed_scaling_factor
+    )
 
 
 def _check_zero_experts(

@@ -76,14 +76,23 @@ def fused_topk(
         ``FusedTopKBiasRouter``.
     """
     _check_topk(
-        hidden_states, gating_output, topk, renormalize, indices_type, scoring_func,
-        e_score_correction_bias, routed_scaling_factor,
-    )  # fmt: skip
-    how = (topk, renormalize, scoring_func, routed_scaling_factor)
-    if torch.is_grad_enabled() and gating_output.requires_grad:
-        routed = differentiable_topk("fused_topk", gating_output, e_score_correction_bias, how)
+        hidden_states,
+        gating_output,
+        topk,
+        renormalize,
+        indices_type,
+        scoring_func,
+        e_score_correction_bias,
+        routed_scaling_factor,
+    )
+    logits, bias = gating_output, e_score_correction_bias
+    if torch.is_grad_enabled() and logits.requires_grad:
+        settings = (topk, renormalize, scoring_func, routed_scaling_factor)
+        routed = differentiable_topk("fused_topk", logits, bias, settings)
     else:
-        routed = ops.fused_topk(gating_output, e_score_correction_bias, *how)
+        routed = ops.fused_topk(
+            logits, bias, topk, renormalize, scoring_func, routed_scaling_factor
+        )
     weights, ids = routed
     return weights, ids if indices_type is None else ids.to(indices_type)
 
@@ -132,19 +141,19 @@ def grouped_topk(
     num_experts = check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, e_score_correction_bias)
     check_weighing(renormalize, routed_scaling_factor)
-    how = (topk, renormalize, scoring_func, routed_scaling_factor)
+    settings = (topk, renormalize, scoring_func, routed_scaling_factor)
     if num_expert_group is None or topk_group is None:
         raise ValueError(
             f"num_expert_group and topk_group must be numbers, got {num_expert_group} and "
             f"{topk_group}"
         )
     checks.at_least(0, num_expert_group=num_expert_group, topk_group=topk_group)
-    logits, bias = gating_output, e_score_correction_bias
+    logits, bias, scale = gating_output, e_score_correction_bias, routed_scaling_factor
     trained = torch.is_grad_enabled() and logits.requires_grad
     if num_expert_group in (0, 1) and topk_group in (0, 1):
         if trained:
-            return differentiable_topk("grouped_topk", logits, bias, how)
-        return ops.fused_topk(logits, bias, *how)
+            return differentiable_topk("grouped_topk", logits, bias, settings)
+        return ops.fused_topk(logits, bias, topk, renormalize, scoring_func, scale)
     if num_expert_group < 1 or num_experts % num_expert_group:
         raise ValueError(
             f"num_expert_group must divide the {num_experts} experts, got {num_expert_group}"
@@ -157,8 +166,10 @@ def grouped_topk(
     checks.topk("topk", topk, num_experts // num_expert_group * topk_group)
     if trained:
         groups = (num_expert_group, topk_group)
-        return differentiable_topk("grouped_topk", logits, bias, how, groups)
-    return ops.grouped_topk(logits, bias, *how, num_expert_group, topk_group)
+        return differentiable_topk("grouped_topk", logits, bias, settings, groups)
+    return ops.grouped_topk(
+        logits, bias, topk, renormalize, scoring_func, scale, num_expert_group, topk_group
+    )
 
 
 def hash_topk(
@@ -206,7 +217,7 @@ def hash_topk(
         checks.same_device(name, x, "gating_output", gating_output)
     if hash_indices_table.shape[0] == 0:
         raise ValueError("hash_indices_table must have a row for each token id, got no rows")
-    how = (renormalize, scoring_func, routed_scaling_factor)
+    weighing = (renormalize, scoring_func, routed_scaling_factor)
     if torch.is_grad_enabled() and gating_output.requires_grad:
-        return differentiable_hash_topk(gating_output, input_ids, hash_indices_table, how)
-    return ops.hash_topk(gating_output, input_ids, hash_indices_table, *how)
+        return differentiable_hash_topk(gating_output, input_ids, hash_indices_table, weighing)
+    return ops.hash_topk(gating_output, input_ids, hash_indices_table, *weighing)

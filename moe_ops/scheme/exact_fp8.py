@@ -160,7 +160,7 @@ def from_fp8(q: QTensor, exponents: Tensor, scheme: str | Scheme) -> QTensor:
                 "q.data must hold e2m1 numbers times the powers of two of their groups (as as_fp8 "
                 f"returns them), got others in expert {expert}"
             )
-        data[expert] = formats.pack(codes, 1)
+        data[expert] = formats.join_nibbles(codes, 1)
     return QTensor(data, exponents)
 
 
@@ -221,18 +221,18 @@ def _places(scale: Tensor, exponent: Tensor, width: int, each: int) -> Tensor:
 def _fp8_bytes(device: torch.device) -> Tensor:
     """The e4m3 bytes of both numbers of a byte, ``(BINADES, 256, 2)``, by exponent."""
     pairs = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
-    return _scaled(formats.unpack(pairs, 1), device)
+    return _scaled(formats.split_nibbles(pairs, 1), device)
 
 
 def _codes(device: torch.device) -> Tensor:
     """The e2m1 codes of e4m3 bytes, ``(BINADES, 256)``, by exponent; `NO_CODE` if there is none."""
     codes = torch.arange(16, dtype=torch.uint8, device=device)
-    found = torch.full((BINADES, 256), NO_CODE, dtype=torch.uint8, device=device)
-    return found.scatter_(1, _scaled(codes, device).long(), codes.expand(BINADES, -1))
+    table = torch.full((BINADES, 256), NO_CODE, dtype=torch.uint8, device=device)
+    return table.scatter_(1, _scaled(codes, device).long(), codes.expand(BINADES, -1))
 
 
 def _scaled(codes: Tensor, device: torch.device) -> Tensor:
     """The e4m3 bytes of e2m1 codes times ``2**e``, along a new first axis for e."""
     powers = torch.arange(LOWEST, HIGHEST + 1, device=device).float().exp2()
-    values = powers.view(-1, *[1] * codes.dim()) * formats.decode(codes, FP4)
+    values = powers.view(-1, *[1] * codes.dim()) * formats.code_values(codes, FP4)
     return values.to(torch.float8_e4m3fn).view(torch.uint8)

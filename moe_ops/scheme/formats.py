@@ -1,4 +1,4 @@
-"""Elements narrower than a byte, packing of two to a byte, and one-byte (e8m0) scales."""
+"""Elements narrower than a byte, two of them in a byte, and one-byte (e8m0) scales."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def encode(value: Tensor, element: Element) -> Tensor:
     return (code + (value.signbit() * len(grid))).to(element.storage)
 
 
-def decode(codes: Tensor, element: Element) -> Tensor:
+def code_values(codes: Tensor, element: Element) -> Tensor:
     """The values of codes, as float32.
 
     The bits of a normal number are shifted to their float32 positions. (A lookup table would be
@@ -54,15 +54,25 @@ def decode(codes: Tensor, element: Element) -> Tensor:
     return torch.where(codes >= 2 ** (element.bits - 1), -value, value)
 
 
-def pack(codes: Tensor, axis: int) -> Tensor:
-    """Pack 4-bit codes two to a byte along ``axis``, the even index in the low nibble."""
+def join_nibbles(codes: Tensor, axis: int) -> Tensor:
+    """Store 4-bit codes two to a byte along ``axis``, the even index in the low nibble."""
     low, high = codes.unflatten(axis, (-1, 2)).unbind(axis + 1)
     return low | (high << 4)
 
 
-def unpack(packed: Tensor, axis: int) -> Tensor:
-    """The inverse of `pack`."""
-    return torch.stack((packed & 15, packed >> 4), axis + 1).flatten(axis, axis + 1)
+def split_nibbles(stored: Tensor, axis: int) -> Tensor:
+    """The inverse of `join_nibbles`."""
+    return torch.stack((stored & 15, stored >> 4), axis + 1).flatten(axis, axis + 1)
+
+
+def join_codes(codes: Tensor, axis: int, element: Element) -> Tensor:
+    """The bytes of codes, one per entry: `join_nibbles` if two of them share a byte."""
+    return codes if element.values_per_byte == 1 else join_nibbles(codes, axis)
+
+
+def split_codes(stored: Tensor, axis: int, element: Element) -> Tensor:
+    """The inverse of `join_codes`."""
+    return stored if element.values_per_byte == 1 else split_nibbles(stored, axis)
 
 
 def e8m0_of(amax: Tensor, element: Element) -> Tensor:

@@ -53,9 +53,13 @@ def _rules(activation: Quant | None, weight: Quant | None) -> _Rules:
     yield from _weight_rules(weight)
     if activation is not None:
         yield from _activation_rules(activation)
-        yield not weight.zero_point, NotImplementedError, "weight.zero_point", (
-            "be False if activations are quantized"
-        ), True  # fmt: skip
+        yield (
+            not weight.zero_point,
+            NotImplementedError,
+            "weight.zero_point",
+            ("be False if activations are quantized"),
+            True,
+        )
         if dequantizes_both(activation, weight):
             yield from _dequantized_rules(activation, weight)
         else:
@@ -92,8 +96,8 @@ def _weight_rules(quant: Quant) -> _Rules:
         rule = "be stored with an offset (int4, uint8) with zero points"
         yield quant.element.offset > 0, ValueError, "weight.element", rule, element
         rule = "be float32 or input with zero points"
-        known = scale in ("float32", "input")
-        yield known, NotImplementedError, "weight.scale", rule, scale
+        has_zero_points = scale in ("float32", "input")
+        yield has_zero_points, NotImplementedError, "weight.scale", rule, scale
         rule = "have one row with zero points"
         yield group.rows == 1, NotImplementedError, "weight.group", rule, group
 
@@ -106,9 +110,9 @@ def _activation_rules(quant: Quant) -> _Rules:
     rule = "have one row, or all rows and columns"
     whole = group.rows == 1 or quant.per_tensor
     yield whole, NotImplementedError, "activation.group", rule, group
-    known = scale in ("float32", "pow2", "e8m0", "e4m3")
+    is_written = scale in ("float32", "pow2", "e8m0", "e4m3")
     rule = "be float32, pow2, e8m0 or e4m3"
-    yield known, NotImplementedError, "activation.scale", rule, scale
+    yield is_written, NotImplementedError, "activation.scale", rule, scale
     rule = "be False"
     yield not quant.zero_point, NotImplementedError, "activation.zero_point", rule, True
     if scale in ("e8m0", "e4m3"):

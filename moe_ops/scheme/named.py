@@ -109,8 +109,8 @@ def _key(activation: Quant | None, weight: Quant | None) -> str:
         f"int4_w4a8_g{cols}",
         *(f"{element}{a}_block{size}{s}" for a in ("", "_w8a16") for s in ("", "_ue8m0")),
     )
-    known = ((name, _of_family(name)) for name in names)
-    return next((name for name, quants in known if quants and _composite(*quants) == text), text)
+    families = ((name, _of_family(name)) for name in names)
+    return next((name for name, quants in families if quants and _composite(*quants) == text), text)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -130,21 +130,24 @@ class Scheme:
     """The string that represents this value in operator calls, from which `get_scheme` makes an
     equal one: a name that `get_scheme` knows, if there is one for these quants; otherwise
     ``<activation.key>|<weight.key>``, where an operand that is not quantized has no key."""
-    decoded: bool = field(init=False, repr=False)
+    dequantizes_both: bool = field(init=False, repr=False)
     """Whether the GEMM dequantizes both operands to bf16.
 
     Tensor cores before Blackwell's (see `dispatch.blackwell`) cannot multiply operands of different
     elements, of fewer than 8 bits, or with one-byte scales. In bf16 all of these numbers, times
     their group's scale, are exact.
     """
+    decoded: bool = field(init=False, repr=False)
+    """As `dequantizes_both`."""
     refusal: Refusal | None = field(init=False, repr=False)
     """Why no operator computes the scheme; None: they do. See `as_scheme`."""
 
     def __post_init__(self) -> None:
         # Attributes, because traced code reads them: Dynamo cannot trace how names are parsed.
         a, w = self.activation, self.weight
-        decoded = a is not None and w is not None and dequantizes_both(a, w)
-        derived = {"key": _key(a, w), "decoded": decoded, "refusal": refusal(a, w)}
+        both = a is not None and w is not None and dequantizes_both(a, w)
+        derived = {"key": _key(a, w), "dequantizes_both": both, "decoded": both}
+        derived["refusal"] = refusal(a, w)
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 

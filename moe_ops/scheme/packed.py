@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.scheme.formats import pack, unpack
+from moe_ops.scheme.formats import join_codes, split_codes
 from moe_ops.scheme.named import Scheme, as_scheme
 from moe_ops.scheme.values import Quant
 from moe_ops.tensors import QTensor
@@ -94,9 +94,9 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
         TypeError, ValueError: data or scales of another dtype or shape; N or K that is not a
             multiple of 64.
         NotImplementedError: a scheme whose weight scales are shared by several rows, or that
-            quantizes activations in another way than `decodes_rows` says.
+            quantizes activations in another way than `dequantizes_rows` says.
     """
-    quant = _checked(q, scheme, packed=False)
+    quant = _checked(q, scheme, fragments=False)
     experts, n, width = q.data.shape
     shape = (experts, n, width * q.data.itemsize // PACKED_DTYPE.itemsize)
     return _pack_into(q.data.new_empty(shape, dtype=PACKED_DTYPE), q, quant)
@@ -104,7 +104,7 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
 
 def pack_weight_(q: QTensor, scheme: str | Scheme) -> QTensor:
     """As `pack_weight`, in the memory of ``q.data``, which must be contiguous: ``q`` is lost."""
-    quant = _checked(q, scheme, packed=False)
+    quant = _checked(q, scheme, fragments=False)
     return _pack_into(q.data.view(PACKED_DTYPE), q, quant)
 
 
@@ -128,7 +128,7 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     Raises:
         TypeError, ValueError, NotImplementedError: as `pack_weight`.
     """
-    quant = _checked(q, scheme, packed=True)
+    quant = _checked(q, scheme, fragments=True)
     experts, n, width = q.data.shape
     shape = (experts, n, width * PACKED_DTYPE.itemsize // quant.dtype.itemsize)
     stored = q.data.new_empty(shape, dtype=quant.dtype)
@@ -149,16 +149,16 @@ def swapped(x: Tensor | None) -> Tensor | None:
 
 def bits_spread(quant: Quant) -> bool:
     """Whether the bits of a number do not stay together."""
-    return quant.element.packed and quant.element.exponent > 0
+    return quant.element.bits == 4 and quant.element.exponent > 0
 
 
-def decodes_rows(scheme: Scheme) -> bool:
-    """Whether activations are decoded too: fp8 with one scale per row, under other weights.
+def dequantizes_rows(scheme: Scheme) -> bool:
+    """Whether activations are dequantized too: fp8 with one scale per row, under other weights.
 
     Kernels multiply their numbers in bf16, and the sums by the scales of the rows.
     """
-    quant = scheme.activation
-    return quant is not None and scheme.decoded and quant.element.name == "fp8" and quant.per_row
+    quant, both = scheme.activation, scheme.dequantizes_both
+    return quant is not None and both and quant.element.name == "fp8" and quant.per_row
 
 
 def check_packed(name: str, w: Tensor, scheme: Scheme, n: int, k: int) -> None:
@@ -178,7 +178,7 @@ def check_packed(name: str, w: Tensor, scheme: Scheme, n: int, k: int) -> None:
 def _refusal(name: str, scheme: Scheme, n: int, k: int) -> tuple[type[Exception], str] | None:
     """Why a weight ``(E, N, K)`` has no packed form: the exception to raise, and its text."""
     quant, to_pack = scheme.weight, f"if {name} is packed (see pack_weight)"
-    if quant is None or not (scheme.activation is None or decodes_rows(scheme)):
+    if quant is None or not (scheme.activation is None or dequantizes_rows(scheme)):
         rule = f"scheme must quantize weights only (or rows to fp8 under others) {to_pack}"
         return NotImplementedError, f"{rule}, got {scheme.name}"
     if quant.group.rows != 1:
@@ -190,7 +190,7 @@ def _refusal(name: str, scheme: Scheme, n: int, k: int) -> tuple[type[Exception]
     return None
 
 
-def _checked(q: QTensor, scheme: str | Scheme, *, packed: bool) -> Quant:
+def _checked(q: QTensor, scheme: str | Scheme, *, fragments: bool) -> Quant:
     """How a weight is quantized; raises unless it is in the given form and has the other too."""
     if not isinstance(q, QTensor):
         raise TypeError(f"q must be a QTensor, got {type(q).__name__}")
@@ -198,48 +198,49 @@ def _checked(q: QTensor, scheme: str | Scheme, *, packed: bool) -> Quant:
     quant = scheme.weight
     if quant is None:
         raise NotImplementedError(f"scheme must quantize weights, got {scheme.name}")
-    dtype = PACKED_DTYPE if packed else quant.dtype
+    dtype = PACKED_DTYPE if fragments else quant.dtype
     checks.tensor("q.data", q.data, 3, (dtype,))
     experts, n, width = q.data.shape
     k = width * quant.numbers_per_entry(dtype)
     check_packed("q.data", q.data, scheme, n, k)
     if quant.local:
-        _check_groups("q.scale", q.scale, quant.weight_scale_shape(experts, n, k), packed=packed)
+        _check_groups(
+            "q.scale", q.scale, quant.weight_scale_shape(experts, n, k), fragments=fragments
+        )
     if quant.zero_point:
         shape = quant.zero_point_shape(experts, n, k)
-        _check_groups("q.zero_point", q.zero_point, shape, packed=packed)
+        _check_groups("q.zero_point", q.zero_point, shape, fragments=fragments)
     return quant
 
 
-def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, packed: bool) -> None:
+def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, fragments: bool) -> None:
     """Check the shape of scales or zero points; ``shape`` is that of the plain form."""
     checks.tensor(name, x, 3, None)
-    wanted = groups_first(shape) if packed else shape
+    wanted = groups_first(shape) if fragments else shape
     if tuple(x.shape) != wanted:
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
 
 
 def _packed(stored: Tensor, quant: Quant) -> Tensor:
     """The packed form ``(N, K * bits / 32)`` of one expert's data."""
-    bits, stored = quant.element.stored_bits, stored.view(torch.uint8)
-    codes = unpack(stored, 1) if bits == 4 else stored
+    codes = split_codes(stored.view(torch.uint8), 1, quant.element)
     n, k = codes.shape
-    axes = codes.reshape(n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
-    ordered = axes.permute(_ORDER[bits]).reshape(n, k)
-    words = (pack(ordered, 1) if bits == 4 else ordered).view(PACKED_DTYPE)
+    axes = codes.reshape((n // CHUNK, *_ROWS, k // CHUNK, *_COLS))
+    ordered = axes.permute(_ORDER[quant.element.stored_bits]).reshape(n, k)
+    words = join_codes(ordered, 1, quant.element).view(PACKED_DTYPE)
     return _spread_bits(words) if bits_spread(quant) else words
 
 
 def _plain(words: Tensor, quant: Quant) -> Tensor:
     """The inverse of `_packed`."""
-    bits = quant.element.stored_bits
     stored = (_joined_bits(words) if bits_spread(quant) else words).view(torch.uint8)
-    codes = unpack(stored, 1) if bits == 4 else stored
+    codes = split_codes(stored, 1, quant.element)
     n, k = codes.shape
-    sizes, order = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS), _ORDER[bits]
+    sizes = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
+    order = _ORDER[quant.element.stored_bits]
     axes = codes.reshape([sizes[axis] for axis in order])
     ordered = axes.permute([order.index(axis) for axis in range(len(order))]).reshape(n, k)
-    return (pack(ordered, 1) if bits == 4 else ordered).view(quant.dtype)
+    return join_codes(ordered, 1, quant.element).view(quant.dtype)
 
 
 def _spread_bits(words: Tensor) -> Tensor:

@@ -227,9 +227,9 @@ def _unflatten(leaves: Any, context: Any) -> FusedMoEQuantConfig:
     """Rebuild without checks, because the leaves of a pytree need not be tensors."""
     config = object.__new__(FusedMoEQuantConfig)
     object.__setattr__(config, "scheme", as_scheme(context[0]))
-    given = dict(zip(context[1], leaves, strict=True))
+    tensors = dict(zip(context[1], leaves, strict=True))
     for name in TENSORS:
-        object.__setattr__(config, name, given.get(name))
+        object.__setattr__(config, name, tensors.get(name))
     return config
 
 

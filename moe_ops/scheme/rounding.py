@@ -100,8 +100,8 @@ def encode(ratio: Tensor, element: Element) -> Tensor:
     return (whole + element.offset).to(element.storage)
 
 
-def decode(data: Tensor, element: Element) -> Tensor:
+def stored_values(data: Tensor, element: Element) -> Tensor:
     """Stored values, one per entry, as float32."""
     if element.exponent:
-        return formats.decode(data, element)
+        return formats.code_values(data, element)
     return data.float() - element.offset

@@ -44,14 +44,19 @@ class Element(NamedTuple):
     """Exponent bits of a float narrower than a byte, stored as sign, exponent, mantissa."""
 
     @property
+    def values_per_byte(self) -> int:
+        """2 for 4-bit numbers, even k in the low nibble; else 1."""
+        return 2 if self.bits == 4 else 1
+
+    @property
     def packed(self) -> bool:
-        """Whether two numbers share a byte, even k in the low nibble."""
+        """Whether two numbers share a byte."""
         return self.bits == 4
 
     @property
     def stored_bits(self) -> int:
         """Bits of memory per number: a 6-bit number takes a byte."""
-        return 4 if self.packed else 8
+        return 8 // self.values_per_byte
 
 
 ELEMENTS = {
@@ -175,7 +180,7 @@ class Quant:
 
     def zero_point_shape(self, num_experts: int, n: int, k: int) -> tuple[int, ...]:
         """Zero-point shape of a weight: ``(E, N, G)``, or ``(E, ceil(N / 2), G)`` for 4 bits."""
-        rows = _groups(n, 2) if self.element.packed else n
+        rows = _groups(n, self.element.values_per_byte)
         return (num_experts, rows, _groups(k, self.group.cols))
 
     def numbers_per_entry(self, dtype: torch.dtype) -> int:
@@ -184,7 +189,7 @@ class Quant:
 
     def data_width(self, k: int) -> int:
         """Number of stored entries of K numbers."""
-        return k // 2 if self.element.packed else k
+        return k // self.element.values_per_byte
 
     def row_scale_shape(self, rows, k: int) -> tuple:
         """Scale shape of ``(rows, K)``: ``(rows, ceil(K/cols))``; per tensor ``(1,)``."""

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.scheme.formats import pack, unpack
+from moe_ops.scheme.formats import join_codes, split_codes
 from moe_ops.scheme.named import Scheme, as_scheme
 from moe_ops.scheme.packed import is_packed, unpack_weight
 from moe_ops.scheme.rounding import (
     SMALLEST_AMAX,
-    decode,
     encode,
     encode_above,
     over,
     range_scale,
     scale_value,
     signed_scale,
+    stored_values,
 )
 from moe_ops.scheme.values import (
     FLOAT4_E2M1_MAX,
@@ -74,8 +74,8 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
         raise ValueError(f"w must have no size of 0, got shape {tuple(w.shape)}")
     if quant is None:
         return QTensor(w)
-    (_, n, k), packed = w.shape, quant.element.packed
-    if packed and k % 2:
+    (_, n, k), per_byte = w.shape, quant.element.values_per_byte
+    if k % per_byte:
         raise ValueError(f"w.shape[2] must be even for 4-bit elements, got {k}")
     x, global_scale = w.float(), None
     if quant.channel_scale:
@@ -94,9 +94,9 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
         codes = encode(ratio, quant.element)
     else:
         codes = encode_above(ratio, spread(zero_point, quant, n, k), quant.element)
-        if packed:
-            zero_point = pack(torch.nn.functional.pad(zero_point, (0, 0, 0, n % 2)), 1)
-    return QTensor(pack(codes, 2) if packed else codes, scale, zero_point, global_scale)
+        zero_point = torch.nn.functional.pad(zero_point, (0, 0, 0, n % per_byte))
+        zero_point = join_codes(zero_point, 1, quant.element)
+    return QTensor(join_codes(codes, 2, quant.element), scale, zero_point, global_scale)
 
 
 def dequantize_weight(
@@ -131,7 +131,7 @@ def dequantize_weight(
         return q.data.to(dtype)
     if is_packed(q.data):
         q = unpack_weight(q, scheme)
-    data = decode(unpack(q.data, 2) if quant.element.packed else q.data, quant.element)
+    data = stored_values(split_codes(q.data, 2, quant.element), quant.element)
     _, n, k = data.shape
     if quant.zero_point:
         zero_point = zero_point_value(_field(q, "zero_point", scheme), quant, n)
@@ -154,7 +154,7 @@ def dequantize_rows(q: Tensor, scale: Tensor, quant: Quant) -> Tensor:
         float32 ``(.., R, K)``.
     """
     last = q.dim() - 1
-    value = decode(unpack(q, last) if quant.element.packed else q, quant.element)
+    value = stored_values(split_codes(q, last, quant.element), quant.element)
     scale = scale_value(scale)
     if quant.local:
         scale = scale.repeat_interleave(quant.group.cols, last)[..., : value.shape[last]]
@@ -192,9 +192,8 @@ def rows_per_scale(scale: Tensor | TensorSpec, quant: Quant, n: int) -> int:
 
 
 def zero_point_value(zero_point: Tensor, quant: Quant, n: int) -> Tensor:
-    """Zero points ``(E, N, G)`` in float32, to be subtracted from decoded values."""
-    if quant.element.packed:
-        zero_point = unpack(zero_point, 1)[:, :n]
+    """Zero points ``(E, N, G)`` in float32, to be subtracted from stored values."""
+    zero_point = split_codes(zero_point, 1, quant.element)[:, :n]
     return zero_point.float() - quant.element.offset
 
 

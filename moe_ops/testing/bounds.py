@@ -130,18 +130,18 @@ class Bounded:
         kind = torch.finfo(dtype)
         return self._rounded_by(kind.eps / 2, kind.smallest_normal * kind.eps / 2)
 
-    def quantized(self, quant: Quant | None, given: Tensor | None = None) -> Bounded:
+    def quantized(self, quant: Quant | None, scale_in: Tensor | None = None) -> Bounded:
         """Quantize and dequantize: half a step per number, plus what a given scale clips.
 
         Args:
             quant: the quantization; None: none. A per-tensor scale is shared by all rows.
-            given: the static scale or the global scale.
+            scale_in: the static scale or the global scale.
         """
         if quant is None:
             return self
         element, size = quant.element, self.value.abs()
         most = size + 3 * self.variance.sqrt() + self.limit
-        scale = _scale(most, quant, given)
+        scale = _scale(most, quant, scale_in)
         typical = (size.square() + self.variance).sqrt() + self.limit
         step = scale * _half_step(typical / scale, element)
         cut = (size - element.largest * scale - step).clamp(min=0)
@@ -191,10 +191,10 @@ def _largest(element: Element) -> int:
     return math.frexp(element.largest)[1] - 1
 
 
-def _scale(size: Tensor, quant: Quant, given: Tensor | None) -> Tensor:
+def _scale(size: Tensor, quant: Quant, scale_in: Tensor | None) -> Tensor:
     """The scale of each number from the specification, independent of the library's quantizer."""
-    factor = 1.0 if given is None else float(given.max())
-    if given is not None and not quant.global_scale:
+    factor = 1.0 if scale_in is None else float(scale_in.max())
+    if scale_in is not None and not quant.global_scale:
         return torch.full_like(size, factor)
     raw = _amax(size, quant) / quant.element.largest / factor
     if quant.scale == "e4m3":

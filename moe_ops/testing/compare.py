@@ -126,9 +126,9 @@ def _assert_unscaled(name: str, x: Tensor, exact: Bounded) -> None:
     measured = 6 * chance + torch.maximum(2 * second, rounding)
     coarsest = torch.maximum(_COARSEST * square, 3 * chance)
     variance = exact.variance + exact.limit**2 / 3
-    known = 6 * (value.square().sum(1) * variance.sum(1)).sum().sqrt() + 1.5 * variance.sum()
-    known = known.nan_to_num(torch.inf) + _FLOAT32 * square  # no bound: infinite, or NaN
-    allowed = torch.stack([measured, coarsest, known]).amin()
+    bound = 6 * (value.square().sum(1) * variance.sum(1)).sum().sqrt() + 1.5 * variance.sum()
+    bound = bound.nan_to_num(torch.inf) + _FLOAT32 * square  # no bound: infinite, or NaN
+    allowed = torch.stack([measured, coarsest, bound]).amin()
     if not off <= allowed:
         raise AssertionError(
             f"{name} as a whole is {1 + along.sum() / square:.5f} times the oracle; roundings "

@@ -100,7 +100,7 @@ def bounded_oracle(
     quant = scheme.activation
     x, w1, w2, weights, ids, expert_map, b1, b2 = inputs.cpu()
     (tokens, k), dtype = ids.shape, x.dtype
-    given = (None, None) if config is None else config.input_scales
+    input_scales = (None, None) if config is None else config.input_scales
     stored = dtype if scheme.weight is not None and quant is None else None
     expert = _chosen(ids, expert_map, len(w1)).flatten()
     used = (expert >= 0)[:, None]
@@ -110,11 +110,11 @@ def bounded_oracle(
     if problem.on_input and not late:
         rows = rows.times(weight)
         rows = rows.rounded(dtype) if quant is None else rows
-    product = rows.quantized(quant, given[0]).products(w1, expert, stored)
+    product = rows.quantized(quant, input_scales[0]).products(w1, expert, stored)
     product = product.times(weight) if late else product
     product = product if b1 is None else product.plus(b1[expert])
     product = product.rounded(dtype) if roundings.before_activation else product
-    h = product.activated(rule).rounded(dtype).quantized(quant, given[1])
+    h = product.activated(rule).rounded(dtype).quantized(quant, input_scales[1])
     y = h.products(w2, expert, stored)
     y = (y if b2 is None else y.plus(b2[expert])).rounded(dtype).unflatten(tokens, k)
     weight = used.double() if problem.on_input else weight

@@ -170,10 +170,12 @@ def run_ranks(size: int, run: Callable[[int, SimulatedGroup], Result]) -> list[R
         thread.start()
     for thread in threads:
         thread.join()
-    found = [error for error in errors if error is not None]
-    for error in found:
+    failures = [error for error in errors if error is not None]
+    for error in failures:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
-    if found:
-        raise RuntimeError(f"ranks must call collectives equally often, got {len(found)} waiting")
+    if failures:
+        raise RuntimeError(
+            f"ranks must call collectives equally often, got {len(failures)} waiting"
+        )
     return results

@@ -93,8 +93,7 @@ def reference_experts(
     y = _products(h, w2, expert)
     y = (y if b2 is None else y + b2.float()[expert]).to(dtype).view(tokens, k, x.shape[1])
     on_output = None if problem.on_input else weights
-    arguments = (y, on_output, ids, expert_map, None, w1.shape[0])
-    return weight_and_reduce.moe_fused_mul_sum(*arguments)
+    return weight_and_reduce.moe_fused_mul_sum(y, on_output, ids, expert_map, None, w1.shape[0])
 
 
 def _numbers(inputs: Inputs, config: FusedMoEQuantConfig) -> tuple[Tensor, Tensor]:

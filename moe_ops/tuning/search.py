@@ -28,7 +28,7 @@ from moe_ops.dispatch.problem import GemmProblem, problem_of, without_sum
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import load_class
 from moe_ops.dispatch.tuned_file import Sizes, file_name, written
-from moe_ops.pipeline.packing import serves_packed
+from moe_ops.pipeline.forms import serves_packed
 from moe_ops.scheme import Scheme
 
 DTYPE = torch.bfloat16

@@ -65,7 +65,7 @@ def test_plans_follow_the_meaning(scheme, device):
         problem = first((E, 256, 256), scheme, facts, tokens)
         assert problem.scheme == scheme.key
         kernel = plan_gemm(problem, facts).kernel
-        dequantizes = scheme.activation is None or scheme.decoded
+        dequantizes = scheme.activation is None or scheme.dequantizes_both
         assert ("dequantize" in kernel) == dequantizes, kernel
 
 

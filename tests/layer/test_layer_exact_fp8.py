@@ -10,7 +10,7 @@ from checkpoints import Experts, numbers, per_expert
 
 import moe_ops
 from moe_ops.dispatch.device import NO_GPU, assumed
-from moe_ops.layer.packing import forms_of
+from moe_ops.layer.forms import forms_of
 from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.pipeline import packing
 from moe_ops.scheme import as_fp8, dequantize_weight, exact_fp8_scheme

@@ -10,7 +10,7 @@ from checkpoints import Experts, per_expert
 import moe_ops
 from moe_ops import QTensor, pack_weight
 from moe_ops.dispatch.device import NO_GPU, assumed
-from moe_ops.layer.packing import packed_of
+from moe_ops.layer.forms import packed_of
 from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.pipeline import packing
 

@@ -14,7 +14,7 @@ from moe_ops.loading.declared import in_config
 from moe_ops.loading.names import LAYOUTS, CheckpointLayout
 from moe_ops.loading.patterns import ExpertNames, exact, parts
 from moe_ops.scheme import SCHEMES, as_scheme
-from moe_ops.scheme.formats import unpack
+from moe_ops.scheme.formats import split_nibbles
 
 E, K, H, I = 2, 1, 128, 64  # noqa: E741
 PREFIX = "model.layers.3.mlp.experts"
@@ -52,7 +52,7 @@ def words_of(experts, prefix, *, awq=False, less=0):
     out = {}
     for name, q in zip(("gate_proj", "up_proj", "down_proj"), experts, strict=True):
         for e in range(E):
-            codes, zeros = unpack(q.data, 2)[e], unpack(q.zero_point, 1)[e]
+            codes, zeros = split_nibbles(q.data, 2)[e], split_nibbles(q.zero_point, 1)[e]
             if awq:
                 pair = (codes.t(), zeros.t())
                 codes, zeros = (

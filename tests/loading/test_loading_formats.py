@@ -19,7 +19,7 @@ from checkpoint_formats import (
 from checkpoints import FIELDS, MIXTRAL, Experts, expected, held, numbers, per_expert
 
 import moe_ops
-from moe_ops.scheme.formats import unpack
+from moe_ops.scheme.formats import split_nibbles
 from moe_ops.tensors import QTensor
 
 
@@ -179,7 +179,7 @@ def test_packed_words_of_compressed_tensors(scheme):
             "weight_shape": torch.tensor([q.data.shape[1], q.data.shape[2] * 8 // bits]),
         }  # fmt: skip
         if q.zero_point is not None:
-            out["weight_zero_point"] = words(unpack(q.zero_point, 1)[e].t(), bits).t()
+            out["weight_zero_point"] = words(split_nibbles(q.zero_point, 1)[e].t(), bits).t()
         return out
 
     check_ranks(scheme, experts, rewritten(experts, rules))
@@ -193,9 +193,9 @@ def test_awq(scheme):
         return words(codes.unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)].flatten(-2))
 
     def rules(q, e):
-        zero = torch.full_like(unpack(q.data, 2)[e][:, : q.scale.shape[2]], 8)
+        zero = torch.full_like(split_nibbles(q.data, 2)[e][:, : q.scale.shape[2]], 8)
         if q.zero_point is not None:
-            zero = unpack(q.zero_point, 1)[e]
+            zero = split_nibbles(q.zero_point, 1)[e]
         return {
             "qzeros": pack_awq(zero.t()),  # before the weight that shows the packing
             "qweight": pack_awq(codes_of(q, e, 4).t()),
@@ -221,7 +221,7 @@ def test_gptq(scheme, less):
         codes = codes_of(q, e, bits)
         zero = torch.full_like(codes[:, : q.scale.shape[2]], 2 ** (bits - 1))
         if q.zero_point is not None:
-            zero = unpack(q.zero_point, 1)[e]
+            zero = split_nibbles(q.zero_point, 1)[e]
         return {
             "qweight": words(codes.t().contiguous().t(), bits).t(),
             "qzeros": words(zero.t() - less & 2**bits - 1, bits), "scales": q.scale[e].t(),

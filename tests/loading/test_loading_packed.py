@@ -14,7 +14,7 @@ from moe_ops.loading.names import CheckpointLayout, Piece
 from moe_ops.loading.split import halves
 from moe_ops.loading.stored import Form, canonical
 from moe_ops.scheme import Group, Scheme, get_scheme
-from moe_ops.scheme.formats import unpack
+from moe_ops.scheme.formats import split_nibbles
 from moe_ops.tensors import QTensor
 
 E, K, H, I = 8, 2, 256, 512  # noqa: E741
@@ -47,7 +47,9 @@ def test_as_many_groups_as_rows():
 def test_words_that_are_not_full():
     """compressed-tensors fills the last word of a row up: 20 columns are three words."""
     experts = Experts.random(2, 20, 12).quantized("int4_w4a16_channel")
-    filled = Experts(*(q._replace(data=words(pad(unpack(q.data, 2), (0, 4)))) for q in experts))
+    filled = Experts(
+        *(q._replace(data=words(pad(split_nibbles(q.data, 2), (0, 4)))) for q in experts)
+    )
     fields = {"scale": "weight_scale"}
     source = {n.replace("_proj.weight", "_proj.weight_packed") if n.endswith("weight") else n: x
               for n, x in per_expert(filled, fields=fields).items()}  # fmt: skip

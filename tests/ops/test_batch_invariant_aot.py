@@ -37,7 +37,7 @@ def weight(empty, scheme):
 
 def rows(empty, slots, quant):
     """Quantized rows and their scales."""
-    width = K // 2 if quant.element.packed else K
+    width = K // quant.element.values_per_byte
     groups = 1 if quant.group.cols < 0 or quant.group.cols > K else K // quant.group.cols
     q = empty(slots, width, dtype=quant.dtype)
     return q, empty(slots, groups, dtype=quant.scale_dtype)

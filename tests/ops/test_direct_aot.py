@@ -45,7 +45,7 @@ def launch_gemm(empty, scheme, rows, top_k, n, k, tiles, *activation):
         x = empty(rows, k)
         return stored_product(expert_product, x, *w, None, None, *rest, *activation)
     quant = scheme.activation
-    width = k // 2 if quant.element.packed else k
+    width = k // quant.element.values_per_byte
     scale = empty(*quant.row_scale_shape(rows, k), dtype=quant.scale_dtype)
     q, weight = empty(rows, width, dtype=quant.dtype), (*w[:2], w[3], None)
     return scaled_product(expert_product, q, scale, *weight, *rest, torch.bfloat16, *activation)

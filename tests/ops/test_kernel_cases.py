@@ -151,7 +151,7 @@ def scaled(activation, layout, routing, top_k, gap, has_bias, n, k, dtype, name)
             *rest,
             [*routed.tiles],
             *tail,
-            config=tiles_of(32 if scheme.decoded else 16),
+            config=tiles_of(32 if scheme.dequantizes_both else 16),
         )
         head = (rows, scale, q.data, q.scale)
         expected = scaled_product(scaled_reference, *head, *rest, [*routed.sound], *tail)

@@ -16,7 +16,7 @@ import moe_ops
 from moe_ops import ops
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows, get_scheme, parse_quant
-from moe_ops.scheme.formats import pack, unpack
+from moe_ops.scheme.formats import join_nibbles, split_codes
 
 pytestmark = pytest.mark.kernel
 reference = importlib.import_module("moe_ops.reference.quantize")
@@ -104,7 +104,7 @@ def quantize(rows, quant):
 
 def codes_of(q, quant):
     q = q.cpu()
-    return unpack(q, q.dim() - 1) if quant.element.packed else q.view(torch.uint8)
+    return split_codes(q.view(torch.uint8), q.dim() - 1, quant.element)
 
 
 @given(
@@ -269,6 +269,6 @@ def test_numbers_are_exact_in_bf16(quant, seed):
 
 def test_packing():
     codes = torch.arange(16, dtype=torch.uint8).view(1, 16)
-    assert pack(codes, 1).tolist() == [[i + 16 * (i + 1) for i in range(0, 16, 2)]]
+    assert join_nibbles(codes, 1).tolist() == [[i + 16 * (i + 1) for i in range(0, 16, 2)]]
     for name in ("mxfp4", "mxfp8", "nvfp4"):
         assert get_scheme(name).activation in QUANTS

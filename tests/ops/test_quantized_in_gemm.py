@@ -36,7 +36,7 @@ HOPPER = HAS_CUDA and torch.cuda.get_device_capability() == (9, 0)
 E = 128
 ONE_SCALE = ("fp8_channel", "fp8_tensor_static", "int8_channel")
 """A row has one, which is given or its own."""
-NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and not s.decoded)
+NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and not s.dequantizes_both)
 BEFORE = (*(n for n in NAMED if n not in ONE_SCALE), "fp8_block16x64_ue8m0", "int8_block32")
 """Rows are quantized before: with a scale that all rows decide, or with groups."""
 FUSED = "scaled_gemm_slot_kernel"

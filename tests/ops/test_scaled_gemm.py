@@ -21,7 +21,7 @@ from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
-NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and not s.decoded)
+NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and not s.dequantizes_both)
 GROUPED = (
     "fp8_block128",
     "fp8_block16x64_ue8m0",

@@ -138,7 +138,7 @@ def every_code(scheme):
         codes[codes & 0x7F == 0x7F] = 0  # NaN
     if quant.element.bits == 6:
         codes %= 64
-    scale = torch.ones(quant.weight_scale_shape(1, 16, 16 * (2 if quant.element.packed else 1)))
+    scale = torch.ones(quant.weight_scale_shape(1, 16, 16 * quant.element.values_per_byte))
     return QTensor(codes[None].view(quant.dtype), scale)
 
 
@@ -160,7 +160,7 @@ def test_every_code_is_exact(scheme, dtype, device):
     q, quant = every_code(scheme), get_scheme(scheme).weight
     if quant.scale == "e8m0":
         q = q._replace(scale=torch.full_like(q.scale, 127, dtype=torch.uint8))
-    k = q.data.shape[2] * (2 if quant.element.packed else 1)
+    k = q.data.shape[2] * quant.element.values_per_byte
     x, ids = (
         torch.eye(k, dtype=dtype).to(device),
         torch.zeros(k, 1, dtype=torch.int32, device=device),

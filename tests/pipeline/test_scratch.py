@@ -156,10 +156,10 @@ RULES = [
     (("scheme", "mode"), lambda s, mode: mode != "expert_order" or s == "unquantized"),
     (("scheme", "rows"), lambda s, rows: dynamic(s) or rows == "numbers"),
     (("scheme", "rows"), lambda s, r: r != "scaled" or takes_scale(get_scheme(s).activation)),
-    (("scheme", "rows"), lambda s, r: r != "scaled" or not get_scheme(s).decoded),
+    (("scheme", "rows"), lambda s, r: r != "scaled" or not get_scheme(s).dequantizes_both),
     (
         ("scheme", "form", "rows"),
-        lambda s, f, r: r == "stored" or f == "packed" or not get_scheme(s).decoded,
+        lambda s, f, r: r == "stored" or f == "packed" or not get_scheme(s).dequantizes_both,
     ),
 ]
 

@@ -58,7 +58,16 @@ def docstrings() -> list[str]:
     ]
 
 
-ASKED = {"element", "decoded", "per_tensor", "per_row", "zero_point", "global_scale", "static"}
+ASKED = {
+    "element",
+    "decoded",
+    "dequantizes_both",
+    "per_tensor",
+    "per_row",
+    "zero_point",
+    "global_scale",
+    "static",
+}
 """Attributes of a scheme's parts."""
 
 

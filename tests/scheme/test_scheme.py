@@ -58,16 +58,20 @@ def test_the_fp4_table():
     for x, rounded in edges.items():
         for sign in (1, -1):
             code = rounding.encode(torch.tensor([sign * x]), fp4)
-            assert rounding.decode(code, fp4).item() == sign * rounded, x
+            assert rounding.stored_values(code, fp4).item() == sign * rounded, x
     inside = {0.26: 0.5, 0.74: 0.5, 1.26: 1.5, 1.74: 1.5, 2.51: 3.0, 3.49: 3.0, 5.01: 6.0}
     for x, rounded in inside.items():
-        assert rounding.decode(rounding.encode(torch.tensor([x]), fp4), fp4).item() == rounded
+        assert (
+            rounding.stored_values(rounding.encode(torch.tensor([x]), fp4), fp4).item() == rounded
+        )
 
 
 @pytest.mark.parametrize("name", SMALL_FLOATS)
 def test_small_floats_round_to_the_nearest(name):
     element = ELEMENTS[name]
-    grid = [abs(v) for v in formats.decode(torch.arange(2 ** (element.bits - 1)), element).tolist()]
+    grid = [
+        abs(v) for v in formats.code_values(torch.arange(2 ** (element.bits - 1)), element).tolist()
+    ]
     assert grid[-1] == element.largest and grid == sorted(set(grid))
     x = torch.cat(
         [
@@ -103,12 +107,12 @@ def test_shared_exponents(name):
 def test_nibbles():
     codes = torch.arange(2 * 6 * 4, dtype=torch.uint8).view(2, 6, 4) % 16
     for axis in (1, 2):
-        packed = formats.pack(codes, axis)
+        packed = formats.join_nibbles(codes, axis)
         even, odd = (
             codes.index_select(axis, torch.arange(i, codes.shape[axis], 2)) for i in (0, 1)
         )
         assert torch.equal(packed, even + 16 * odd)
-        assert torch.equal(formats.unpack(packed, axis), codes)
+        assert torch.equal(formats.split_nibbles(packed, axis), codes)
 
 
 def step(q, quant, n, k):
@@ -128,7 +132,7 @@ def test_back_within_half_a_step(name, shape, dtype, seed):
     w, quant = weight(shape, dtype, seed), get_scheme(name).weight
     q = quantize_weight(w, name)
     assert q.scale.shape == quant.weight_scale_shape(*shape) and q.data.dtype == quant.dtype
-    assert q.data.shape == (*shape[:2], shape[2] // 2 if quant.element.packed else shape[2])
+    assert q.data.shape == (*shape[:2], shape[2] // quant.element.values_per_byte)
     assert all(t is None or t.is_contiguous() for t in q)
     back = dequantize_weight(q, name)
     # A scale in the weight's dtype is off by its own rounding, and the ends of the range with it.
@@ -152,7 +156,7 @@ def plain_int4(group, dtype):
 def test_int4_to_the_bit(dtype):
     w = weight((1, 2, 40), dtype)
     q = quantize_weight(w, "int4_w4a16_g32")
-    codes = formats.unpack(q.data, 2)
+    codes = formats.split_nibbles(q.data, 2)
     for row in range(2):
         for group, piece in enumerate(w[0, row].float().split(32)):
             expected, scale = plain_int4(piece.tolist(), dtype)
@@ -170,7 +174,7 @@ def test_zero_points(name):
     q = quantize_weight(w[None], name)
     scale = torch.tensor([3.0, 6.0, 6.0]) / steps
     assert torch.equal(q.scale.flatten(), scale)
-    zero = q.zero_point if steps == 255 else formats.unpack(q.zero_point, 1)[:, :3]
+    zero = q.zero_point if steps == 255 else formats.split_nibbles(q.zero_point, 1)[:, :3]
     expected = [round((1 / scale[0]).item()), 0, steps]
     assert zero.flatten().tolist() == expected
     assert q.zero_point.shape == ((1, 2, 1) if steps == 15 else (1, 3, 1))
@@ -184,7 +188,7 @@ def test_nvfp4_to_the_bit():
     gs = 448 * 6 / w.abs().amax((1, 2))
     assert torch.equal(q.global_scale, 1 / gs)
     grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    codes = formats.unpack(q.data, 2)
+    codes = formats.split_nibbles(q.data, 2)
     for e in range(2):
         for n in range(3):
             for block, x in enumerate((w[e, n] * gs[e]).split(16)):

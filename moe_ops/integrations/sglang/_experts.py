@@ -179,10 +179,10 @@ def _check_weights(x: Tensor, info: Any, scheme: Scheme) -> None:
     if quant is not None and quant.scale == "float32" and info.w13_scale.dtype != torch.float32:
         raise NotImplementedError(f"w13_scale must be float32, got {info.w13_scale.dtype}")
     static = scheme.activation is not None and scheme.activation.static
-    given = [0 if scale is None else scale.numel() for scale in (info.a13_scale, info.a2_scale)]
-    if given != [static, static]:
+    numbers = [0 if scale is None else scale.numel() for scale in (info.a13_scale, info.a2_scale)]
+    if numbers != [static, static]:
         must = f"a13_scale and a2_scale must have {int(static)} elements each for {scheme.name}"
-        raise NotImplementedError(f"{must}, got {given}")
+        raise NotImplementedError(f"{must}, got {numbers}")
     if x.device.type == "cuda":
         if torch.version.hip or capability_of(x.device) < min_capability(scheme.activation):
             raise NotImplementedError(f"no kernel of {scheme.name} for {x.device}")

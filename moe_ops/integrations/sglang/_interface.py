@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any
 
-from moe_ops.integrations._engines import found
+from moe_ops.integrations._engines import attribute_of
 
 MOE = "sglang.srt.layers.moe"
 RUNNERS = f"{MOE}.moe_runner"
@@ -53,10 +53,10 @@ def missing() -> str | None:
     """Return the first name that SGLang lacks, or whose parts are others; None: no such name."""
     for module, names in NAMES.items():
         for name in names:
-            if found(module, name) is None:
+            if attribute_of(module, name) is None:
                 return f"{module}.{name}"
     for (module, name), parts in PARTS.items():
-        value = found(module, name)
+        value = attribute_of(module, name)
         if value is None or _parts(value) != parts:
             return f"{module}.{name}"
     return None

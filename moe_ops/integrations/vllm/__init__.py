@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from moe_ops.integrations._engines import found, or_say
+from moe_ops.integrations._engines import attribute_of, or_say
 
 SWITCH = "MOE_OPS_VLLM"
 """Environment variable that turns the plug-in off if it is ``0``."""
@@ -37,7 +37,7 @@ def _register() -> str | None:
     """Wrap vLLM's functions, or return why not."""
     lacks = import_module(f"{__name__}._interface").missing()
     if lacks:
-        version = found("vllm", "__version__")
+        version = attribute_of("vllm", "__version__")
         return (
             f"vLLM {version} has no {lacks} as this plug-in knows it (it was written for "
             f"{VERSIONS})"

@@ -16,7 +16,7 @@ from moe_ops.integrations.vllm._experts import (
     refusal,
 )
 from moe_ops.integrations.vllm._place import Place
-from moe_ops.integrations.vllm._requests import Given
+from moe_ops.integrations.vllm._requests import Arguments
 from moe_ops.scheme import Scheme
 
 REPLACED = {
@@ -30,16 +30,16 @@ FOR_OLDER_GPUS = ("MARLIN", "BATCHED_MARLIN", "HUMMING")
 
 
 def chosen(
-    given: Given, backend: Any, schemes: Callable[[Given], list[Scheme]], *, moves: bool
+    arguments: Arguments, backend: Any, schemes: Callable[[Arguments], list[Scheme]], *, moves: bool
 ) -> tuple[Place, type] | None:
     """Return what a layer keeps if this library serves it; None, and a log line, otherwise."""
-    config = given["config"]
+    config = arguments["config"]
     batched = config.moe_parallel_config.use_batched_activation_format
     experts = BatchedMoeOpsExperts if batched else MoeOpsExperts
     theirs = None if backend is None else backend.value
     try:
         reason = _prevented(config, theirs, moves=moves)
-        wanted = [] if reason else schemes(given)
+        wanted = [] if reason else schemes(arguments)
         able = [x for x in wanted if refusal(experts.EXPERTS, config, x) is None]
         for scheme in able[:1] or wanted[-1:]:  # if none, the last one's reason is the log line
             format = experts.activation_format()

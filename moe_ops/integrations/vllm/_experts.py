@@ -21,7 +21,7 @@ from moe_ops.integrations.vllm import SWITCH
 from moe_ops.integrations.vllm._schemes import library_config, scheme_of_keys
 from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonExperts
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.packing import reads_packed
+from moe_ops.pipeline.forms import reads_packed
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Scheme, is_packed, pack_weight
 from moe_ops.tensors import QTensor
@@ -148,8 +148,9 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
 
         The reason is written to the log, unless it is the format, since vLLM asks both classes.
         """
-        config = (moe_config, weight_key, activation_key, activation_format)
-        supported, reason = mk.FusedMoEExperts.is_supported_config(cls, *config)
+        supported, reason = mk.FusedMoEExperts.is_supported_config(
+            cls, moe_config, weight_key, activation_key, activation_format
+        )
         if supported:
             reason = refusal(cls.EXPERTS, moe_config, scheme_of_keys(weight_key, activation_key))
         if reason is not None and activation_format == cls.activation_format():
@@ -185,18 +186,20 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         config = self.experts.quant_config
         if config.scheme.weight is None or config.scheme.activation is not None:
             return
-        how = (config.scheme, self.moe_config.in_dtype)
         invariant = self.experts.moe_config.batch_invariant
         tensors = {name: getattr(config, name) for name in TENSORS}
         for which, name in (("w13", "w1_scale"), ("w2", "w2_scale")):
             weight = getattr(layer, f"{which}_weight")
-            if is_packed(weight) or not reads_packed(weight, *how, batch_invariant=invariant):
+            reads = not is_packed(weight) and reads_packed(
+                weight, config.scheme, self.moe_config.in_dtype, batch_invariant=invariant
+            )
+            if not reads:
                 continue
             scale = tensors[name].data
-            packed = pack_weight(QTensor(weight.data, scale), config.scheme)
-            replace_parameter(layer, f"{which}_weight", packed.data)
-            if packed.scale is not scale:  # scales of MXFP4, whose parameter has this name
-                replace_parameter(layer, f"{which}_weight_scale", packed.scale)
+            converted = pack_weight(QTensor(weight.data, scale), config.scheme)
+            replace_parameter(layer, f"{which}_weight", converted.data)
+            if converted.scale is not scale:  # scales of MXFP4, whose parameter has this name
+                replace_parameter(layer, f"{which}_weight_scale", converted.scale)
                 tensors[name] = getattr(layer, f"{which}_weight_scale")
         self._use(FusedMoEQuantConfig(config.scheme, **tensors))
 
@@ -214,8 +217,8 @@ class MoeOpsExperts(MoeOpsExpertsBase):
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         config = moe_parallel_config
-        known = config.use_ag_rs_all2all_kernels or config.use_deepep_ht_kernels
-        return not config.use_passthrough_all2all and (known or not config.use_all2all_kernels)
+        gathers = config.use_ag_rs_all2all_kernels or config.use_deepep_ht_kernels
+        return not config.use_passthrough_all2all and (gathers or not config.use_all2all_kernels)
 
     def workspace_shapes(
         self,
@@ -261,9 +264,19 @@ class MoeOpsExperts(MoeOpsExpertsBase):
             topk_weights = torch.ones_like(topk_weights)
         scale = None if a1q_scale is None else a1q_scale.contiguous()
         self.experts.apply(
-            hidden_states, w1, w2, topk_weights, topk_ids, self.library_activation,
-            global_num_experts, expert_map, scale, None, False, out=output,
-        )  # fmt: skip
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            self.library_activation,
+            global_num_experts,
+            expert_map,
+            scale,
+            None,
+            False,
+            out=output,
+        )
 
 
 class BatchedMoeOpsExperts(MoeOpsExpertsBase):
@@ -279,8 +292,8 @@ class BatchedMoeOpsExperts(MoeOpsExpertsBase):
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         config = moe_parallel_config
-        known = config.use_batched_activation_format or not config.use_all2all_kernels
-        return not config.use_passthrough_all2all and known
+        is_batched = config.use_batched_activation_format or not config.use_all2all_kernels
+        return not config.use_passthrough_all2all and is_batched
 
     def workspace_shapes(
         self,
@@ -322,9 +335,18 @@ class BatchedMoeOpsExperts(MoeOpsExpertsBase):
         scale = None if a1q_scale is None else a1q_scale.contiguous()
         meta = ExpertTokensMetadata(expert_tokens_meta.expert_num_tokens)
         rows = self.experts.apply(
-            hidden_states, w1, w2, topk_weights, topk_ids, self.library_activation,
-            global_num_experts, None, scale, meta, apply_router_weight_on_input,
-        )  # fmt: skip
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            self.library_activation,
+            global_num_experts,
+            None,
+            scale,
+            meta,
+            apply_router_weight_on_input,
+        )
         output.copy_(rows)
 
 

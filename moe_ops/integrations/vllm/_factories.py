@@ -19,7 +19,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from moe_ops.integrations._engines import found, say_once
+from moe_ops.integrations._engines import attribute_of, say_once
 from moe_ops.integrations.vllm import _kernels, _weights
 from moe_ops.integrations.vllm._choice import chosen
 from moe_ops.integrations.vllm._experts import ENGINE, MoeOpsExperts, refusal
@@ -27,7 +27,7 @@ from moe_ops.integrations.vllm._interface import FORMATS, ORACLES, missing_of, s
 from moe_ops.integrations.vllm._methods import choosing, processing
 from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import (
-    Given,
+    Arguments,
     group_schemes,
     mxfp4_schemes,
     of_activation,
@@ -48,10 +48,10 @@ def changes() -> Iterator[Change]:
     for name in (name for format in served for name in FORMATS[format]):
         owner, _, last = name.rpartition(".")
         if name in _WRAPPERS:
-            yield from everywhere(found(*split(name)), _WRAPPERS[name])
+            yield from everywhere(attribute_of(*split(name)), _WRAPPERS[name])
         elif last in _METHOD:
-            method = wrapped(found(*split(name)), _METHOD[last])
-            yield from [] if method is None else [(found(*split(owner)), last, method)]
+            method = wrapped(attribute_of(*split(name)), _METHOD[last])
+            yield from [] if method is None else [(attribute_of(*split(owner)), last, method)]
 
 
 def _is_offered(format: str) -> bool:
@@ -73,8 +73,8 @@ def everywhere(function: Callable, wrapper: Wrapper) -> Iterator[Change]:
         return
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        known = str(names.get("__name__")).split(".")[0]
-        if known == "vllm" and names.get(name) is function:
+        package = str(names.get("__name__")).split(".")[0]
+        if package == "vllm" and names.get(name) is function:
             yield module, name, value
 
 
@@ -87,7 +87,7 @@ def wrapped(function: Callable, wrapper: Wrapper) -> Callable | None:
     return value
 
 
-def _bound(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Given:
+def _bound(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Arguments:
     """Return the arguments of a call by their names, with defaults."""
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -98,7 +98,7 @@ def _bound(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Given:
 
 
 def _selecting(
-    schemes: Callable[[Given], list[Scheme]], *, moves: bool = False, none: Any = ()
+    schemes: Callable[[Arguments], list[Scheme]], *, moves: bool = False, none: Any = ()
 ) -> Wrapper:
     """Wrap a selection: where vLLM's choice is one of `REPLACED`, this library is asked.
 
@@ -117,8 +117,8 @@ def _selecting(
                 theirs = function(*args, **kwargs)
             except (NotImplementedError, *none) as error:
                 failure = error
-            given = _bound(function, args, kwargs)
-            ours = chosen(given, theirs[0], schemes, moves=moves)
+            arguments = _bound(function, args, kwargs)
+            ours = chosen(arguments, theirs[0], schemes, moves=moves)
             if ours is None and failure is not None:
                 raise failure
             return ours or theirs
@@ -131,26 +131,26 @@ def _selecting(
 # Steps
 
 
-def _step(step: Callable[[Place, Given], Any]) -> Wrapper:
+def _step(step: Callable[[Place, Arguments], Any]) -> Wrapper:
     """Wrap a step: ``step`` runs if the layer keeps a `Place`."""
 
     def wrapper(function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = _bound(function, args, kwargs)
-            place = next((x for x in given.values() if isinstance(x, Place)), None)
-            return function(*args, **kwargs) if place is None else step(place, given)
+            arguments = _bound(function, args, kwargs)
+            place = next((x for x in arguments.values() if isinstance(x, Place)), None)
+            return function(*args, **kwargs) if place is None else step(place, arguments)
 
         return call
 
     return wrapper
 
 
-def _mxfp4_weights(place: Place, given: Given) -> Any:
+def _mxfp4_weights(place: Place, arguments: Arguments) -> Any:
     """Convert MXFP4 weights, once it is known whether the checkpoint asks for fp8 activations."""
-    asked = of_activation(given.get("activation_key"))
+    asked = of_activation(arguments.get("activation_key"))
     if asked is not None and refusal(MoeOpsExperts.EXPERTS, place.moe_config, asked) is None:
         place.scheme = asked
-    return _weights.mxfp4(place, given)
+    return _weights.mxfp4(place, arguments)
 
 
 _WRAPPERS: dict[str, Wrapper] = {
@@ -160,12 +160,12 @@ _WRAPPERS: dict[str, Wrapper] = {
         "int_wna16.convert_to_wna16_moe_kernel_format": _step(_weights.groups),
         "int_wna16.make_wna16_moe_kernel": _step(_kernels.kernel),
         "w4a8.select_w4a8_moe_backend": _selecting(
-            lambda given: [SCHEMES["int4_w4a8_g128"]], none=(ValueError,)
+            lambda arguments: [SCHEMES["int4_w4a8_g128"]], none=(ValueError,)
         ),
         "w4a8.convert_to_w4a8_moe_kernel_format": _step(_weights.int4_under_fp8),
         "w4a8.make_w4a8_moe_kernel": _step(_kernels.kernel),
         "nvfp4.select_nvfp4_moe_backend": _selecting(
-            lambda given: [SCHEMES["nvfp4_w4a16"]], none=(ValueError,)
+            lambda arguments: [SCHEMES["nvfp4_w4a16"]], none=(ValueError,)
         ),
         "nvfp4.convert_to_nvfp4_moe_kernel_format": _step(_weights.nvfp4),
         "nvfp4.make_nvfp4_moe_quant_config": _step(_kernels.nvfp4_config),
@@ -176,7 +176,7 @@ _WRAPPERS: dict[str, Wrapper] = {
         "mxfp4.convert_weight_to_mxfp4_moe_kernel_format": _step(_mxfp4_weights),
         "mxfp4.make_mxfp4_moe_quant_config": _step(_kernels.mxfp4_config),
         "mxfp4.make_mxfp4_moe_kernel": _step(_kernels.kernel),
-        "mxfp8.select_mxfp8_moe_backend": _selecting(lambda given: [MXFP8], none=(ValueError,)),
+        "mxfp8.select_mxfp8_moe_backend": _selecting(lambda arguments: [MXFP8], none=(ValueError,)),
         "fp8.convert_to_fp8_moe_kernel_format": _step(_weights.mxfp8),
         "fp8.make_fp8_moe_quant_config": _step(_kernels.mxfp8_config),
         "fp8.make_fp8_moe_kernel": _step(_kernels.kernel),

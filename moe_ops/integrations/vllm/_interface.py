@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inspect import signature
 
-from moe_ops.integrations._engines import found
+from moe_ops.integrations._engines import attribute_of
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
 ORACLES = f"{LAYERS}.oracle"
@@ -127,11 +127,11 @@ def missing() -> str | None:
     """Return the first name that vLLM lacks, or whose parameters are others; None: no such name."""
     for module, names in NAMES.items():
         for name in names:
-            if found(module, name) is None:
+            if attribute_of(module, name) is None:
                 return f"{module}.{name}"
     for module, functions in PARAMETERS.items():
         for name, parameters in functions.items():
-            function = found(module, name)
+            function = attribute_of(module, name)
             if function is None or tuple(signature(function).parameters) != parameters:
                 return f"{module}.{name}"
     return None
@@ -143,7 +143,7 @@ def missing_of(format: str) -> str | None:
     A function that lacks a parameter which wrappers use counts as missing.
     """
     for name, parameters in {**FORMATS[format], **MAKERS}.items():
-        function = found(*split(name))
+        function = attribute_of(*split(name))
         if function is None or not set(parameters) <= set(signature(function).parameters):
             return name
     return None

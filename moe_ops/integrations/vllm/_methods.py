@@ -44,12 +44,12 @@ def processing(function: Callable) -> Callable:
             layer.register_parameter(f"{which}_weight", parameter)
             replace_parameter(layer, f"{which}_weight_scale", q.scale)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        given = {
+        arguments = {
             "moe_config": self.moe,
             "moe_quant_config": self.moe_quant_config,
             "experts_cls": self.experts_cls,
             "routing_tables": layer._expert_routing_tables(),  # type: ignore[operator]
         }
-        self.moe_kernel = kernel(place, given)
+        self.moe_kernel = kernel(place, arguments)
 
     return process_weights_after_loading

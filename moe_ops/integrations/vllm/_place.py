@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_ops.pipeline.packing import reads_packed
+from moe_ops.pipeline.forms import reads_packed
 from moe_ops.scheme import Scheme
 from moe_ops.scheme.packed import pack_weight, pack_weight_
 from moe_ops.tensors import QTensor

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ops.integrations._engines import found
+from moe_ops.integrations._engines import attribute_of
 from moe_ops.integrations.vllm._interface import ORACLES
 from moe_ops.scheme import SCHEMES, Scheme, get_scheme
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 """Arguments of a function of vLLM by their names."""
 
 
-def group_schemes(given: Given) -> list[Scheme]:
+def group_schemes(arguments: Arguments) -> list[Scheme]:
     """Return the scheme of int4 or int8 weights with a scale per group along K, or per row.
 
     Raises:
         NotImplementedError, ValueError: an order of columns, zero points, or sizes of groups that
             are not served.
     """
-    config, kind = given["quant_config"], type(given["quant_config"]).__name__
+    config, kind = arguments["quant_config"], type(arguments["quant_config"]).__name__
     bits = _first(config, "num_bits", "weight_bits")
     if getattr(config, "desc_act", False) or getattr(config, "actorder", None) == "group":
         raise NotImplementedError("columns in the order of activations are not supported")
-    zero_point = bool(given["may_have_zp"])
+    zero_point = bool(arguments["may_have_zp"])
     if zero_point and kind == "AutoGPTQConfig":
         raise NotImplementedError("zero points of GPTQ are not supported")
     element = {4: "int4_w4a16", 8: "int8_w8a16"}.get(bits)
@@ -32,7 +32,7 @@ def group_schemes(given: Given) -> list[Scheme]:
         raise NotImplementedError(f"weights of {bits} bits are not supported")
     size = config.group_size
     if size is not None and size > 0:
-        layer = given["config"]
+        layer = arguments["config"]
         sizes = (layer.hidden_dim, layer.intermediate_size_per_partition)
         while kind == "MoeWNA16Config" and size > 32 and any(n % size for n in sizes):
             size //= 2  # as its method does
@@ -52,12 +52,14 @@ def _first(config: Any, *names: str) -> Any:
     return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
 
-def mxfp4_schemes(given: Given) -> list[Scheme]:
+def mxfp4_schemes(arguments: Arguments) -> list[Scheme]:
     """Return the schemes of MXFP4 weights under the activations that a checkpoint asks for."""
     asked = None
-    if "activation_key" in given:
-        resolved = found(f"{ORACLES}.mxfp4", "_resolve_activation_key")  # with the user's wish
-        key = given["activation_key"]
+    if "activation_key" in arguments:
+        resolved = attribute_of(
+            f"{ORACLES}.mxfp4", "_resolve_activation_key"
+        )  # with the user's wish
+        key = arguments["activation_key"]
         asked = of_activation(key if resolved is None else resolved(key))
     return [*([] if asked is None else [asked]), SCHEMES["mxfp4_w4a16"]]
 

@@ -14,10 +14,10 @@ import vllm.envs as envs
 from torch import Tensor
 
 from moe_ops.integrations.vllm._place import Place
-from moe_ops.integrations.vllm._requests import Given
+from moe_ops.integrations.vllm._requests import Arguments
 from moe_ops.loading.derived import channel_scales
 from moe_ops.loading.stored import awq_codes
-from moe_ops.scheme.formats import pack
+from moe_ops.scheme.formats import join_nibbles
 from moe_ops.tensors import QTensor
 
 
@@ -38,17 +38,17 @@ def formed(
     return place.form(q, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
 
 
-def groups(place: Place, given: Given) -> tuple[Tensor | None, ...]:
+def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """int4 and int8 weights with a scale for each group along K, with or without zero points."""
-    plain = awq_weight if is_awq(given["quant_config"]) else rows_first
+    plain = awq_weight if is_awq(arguments["quant_config"]) else rows_first
     bits, qs = place.scheme.weight.element.bits, []  # type: ignore[union-attr]
     for which in ("w13", "w2"):
-        zeros = data_of(given[f"{which}_qzeros"])
-        q = plain(given[which].data, given[f"{which}_scale"].data, zeros, bits)
+        zeros = data_of(arguments[f"{which}_qzeros"])
+        q = plain(arguments[which].data, arguments[f"{which}_scale"].data, zeros, bits)
         zero_point = q.zero_point if place.scheme.weight.zero_point else None  # type: ignore[union-attr]
         qs.append(formed(place, q.data, q.scale, zero_point))
     (w13, scale13, zero13, _), (w2, scale2, zero2, _) = qs
-    biases = (data_of(given["w13_bias"]), data_of(given["w2_bias"]))
+    biases = (data_of(arguments["w13_bias"]), data_of(arguments["w2_bias"]))
     return w13, w2, scale13, scale2, zero13, zero2, None, None, *biases
 
 
@@ -76,18 +76,18 @@ def awq_weight(words: Tensor, scale: Tensor, zeros: Tensor | None, bits: int) ->
     experts, k, width = words.shape
     data = words.contiguous().view(torch.uint8).view(experts, width * 8, k // 2)
     for source, target in zip(words, data, strict=True):
-        target.copy_(pack(awq_codes(source, bits).t(), 1))
+        target.copy_(join_nibbles(awq_codes(source, bits).t(), 1))
     zero_point = None
     if zeros is not None:
-        zero_point = torch.stack([pack(awq_codes(x, bits).t(), 0) for x in zeros])
+        zero_point = torch.stack([join_nibbles(awq_codes(x, bits).t(), 0) for x in zeros])
     return QTensor(data, scale.transpose(1, 2).contiguous(), zero_point)
 
 
-def int4_under_fp8(place: Place, given: Given) -> tuple[Tensor | None, ...]:
+def int4_under_fp8(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """int4 weights whose float group scales become e4m3 times one factor per row."""
     qs = []
     for which in ("w13", "w2"):
-        words, scales = given[f"{which}_weight"].data, given[f"{which}_weight_scale"].data
+        words, scales = arguments[f"{which}_weight"].data, arguments[f"{which}_weight_scale"].data
         experts, n, _ = scales.shape
         parts = {kind: x for kind, _, x in channel_scales(scales.flatten(0, 1))}
         scale = parts["scale"].unflatten(0, (experts, n))
@@ -97,23 +97,23 @@ def int4_under_fp8(place: Place, given: Given) -> tuple[Tensor | None, ...]:
     return w13, w2, scale13, scale2, factor13, factor2, None, None
 
 
-def nvfp4(place: Place, given: Given) -> tuple[Tensor | None, ...]:
+def nvfp4(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """NVFP4 weights; activations stay in 16 bits, so that their scales are dropped.
 
     vLLM passes the factors of gate; if those of up differ, both are used.
     """
     made: list[Tensor | None] = []
-    factors = {"w13": gate_and_up(given), "w2": given["w2_scale_2"]}
+    factors = {"w13": gate_and_up(arguments), "w2": arguments["w2_scale_2"]}
     for which, factor in factors.items():
-        data, scale = given[which], given[f"{which}_scale"]
+        data, scale = arguments[which], arguments[f"{which}_scale"]
         q = formed(place, data, scale, None, factor)
         made += [q.data, q.scale, q.global_scale, None]
     return tuple(made)
 
 
-def gate_and_up(given: Given) -> Tensor:
+def gate_and_up(arguments: Arguments) -> Tensor:
     """Return the factors of NVFP4's first weight: one per expert, or ``(E, 2)`` if they differ."""
-    layer, of_gate = given["layer"], given["w13_scale_2"]
+    layer, of_gate = arguments["layer"], arguments["w13_scale_2"]
     pairs = getattr(layer, "w13_weight_scale_2", None)  # ModelOpt's
     if pairs is None and hasattr(layer, "w13_weight_global_scale"):  # compressed-tensors'
         pairs = 1 / layer.w13_weight_global_scale
@@ -122,16 +122,16 @@ def gate_and_up(given: Given) -> Tensor:
     return pairs.data.contiguous()
 
 
-def mxfp4(place: Place, given: Given) -> tuple[Tensor | None, ...]:
+def mxfp4(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """MXFP4 weights, with or without biases."""
-    w13 = formed(place, given["w13_weight"], given["w13_weight_scale"])
-    w2 = formed(place, given["w2_weight"], given["w2_weight_scale"])
-    biases = (data_of(given["w13_bias"]), data_of(given["w2_bias"]))
+    w13 = formed(place, arguments["w13_weight"], arguments["w13_weight_scale"])
+    w2 = formed(place, arguments["w2_weight"], arguments["w2_weight_scale"])
+    biases = (data_of(arguments["w13_bias"]), data_of(arguments["w2_bias"]))
     return w13.data, w2.data, w13.scale, w2.scale, *biases
 
 
-def mxfp8(place: Place, given: Given) -> tuple[Tensor | None, ...]:
+def mxfp8(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """MXFP8 weights; activations stay in 16 bits."""
-    w13 = formed(place, given["w13"], given["w13_scale"])
-    w2 = formed(place, given["w2"], given["w2_scale"])
+    w13 = formed(place, arguments["w13"], arguments["w13_scale"])
+    w2 = formed(place, arguments["w2"], arguments["w2_scale"])
     return w13.data, w2.data, w13.scale, w2.scale

@@ -53,14 +53,14 @@ def find_pieces(num_rows, PIECES: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def store_values(q, stored, row, first, WIDTH, known, RULE: tl.constexpr):
+def store_values(q, stored, row, first, WIDTH, valid, RULE: tl.constexpr):
     """Store the values (ROWS, COLS) that `encode` returned, from column ``first`` on."""
     if RULE.kind == "fp4":
         PAIRS: tl.constexpr = stored.shape[1] // 2
         even, odd = tl.split(tl.reshape(stored, (stored.shape[0], PAIRS, 2)))
         stored, first, WIDTH = even | (odd << 4), first // 2, WIDTH // 2
     col = first + tl.arange(0, stored.shape[1])[None, :]
-    inside = known[:, None] & (col < WIDTH)
+    inside = valid[:, None] & (col < WIDTH)
     tl.store(q + row * WIDTH + col, stored_as(stored, q.dtype.element_ty, RULE), mask=inside)
 
 
@@ -81,7 +81,7 @@ def quantize_kernel(
     COLS: tl.constexpr = SPLIT.cols
     PARTS: tl.constexpr = SPLIT.parts
     expert = tl.program_id(1)
-    rank, group, known = find_pieces(num_rows, SPLIT.pieces, COUNT)
+    rank, group, valid = find_pieces(num_rows, SPLIT.pieces, COUNT)
     row = expert.to(tl.int64) * num_rows + rank
     col = tl.arange(0, COLS)[None, :]
     width = readable(
@@ -101,11 +101,11 @@ def quantize_kernel(
     own = scale_of(tl.max(most, 1).to(tl.float32, bitcast=True), RULE)
     for part in tl.static_range(PARTS):
         stored = encode(divide(values[part], own[:, None], RULE), RULE)
-        store_values(q, stored, row, (group + part) * COLS, WIDTH, known, RULE)
+        store_values(q, stored, row, (group + part) * COLS, WIDTH, valid, RULE)
     used = tl.reshape(width, (COUNT,)) > 0
     own = stored_scale(tl.where(used, own, 0.0), RULE).to(scale.dtype.element_ty)
     first = expert.to(tl.int64) * num_rows * SPLIT.pieces + tl.program_id(0).to(tl.int64) * COUNT
-    tl.store(scale + first + tl.arange(0, COUNT), own, mask=known)
+    tl.store(scale + first + tl.arange(0, COUNT), own, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_experts", "num_local_experts", "max_rows"])
@@ -138,10 +138,10 @@ def amax_kernel(
     tl.store(partials + expert * step + first, tl.max(most, 0))
 
 
-@triton.jit(do_not_specialize=["num_experts", "num_local_experts", "given_expert", "num_rows"])
+@triton.jit(do_not_specialize=["num_experts", "num_local_experts", "per_expert", "num_rows"])
 def scaled_kernel(
     x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
-    stride_expert, stride_row, WIDTH, given, given_expert, given_row, q, scale, num_rows,
+    stride_expert, stride_row, WIDTH, scales, per_expert, per_row, q, scale, num_rows,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
@@ -149,11 +149,11 @@ def scaled_kernel(
 ):  # fmt: skip
     """One program quantizes pieces of rows with known scales.
 
-    ``given`` holds scales, or (PARTIALS) each expert's ``given_expert`` partial maxima.
+    ``scales`` holds scales, or (PARTIALS) each expert's ``per_expert`` partial maxima.
     """
     take_turn()
     expert = tl.program_id(1)
-    rank, piece, known = find_pieces(num_rows, SPLIT.pieces, SPLIT.count)
+    rank, piece, valid = find_pieces(num_rows, SPLIT.pieces, SPLIT.count)
     row = expert.to(tl.int64) * num_rows + rank
     col = piece * SPLIT.cols + tl.arange(0, SPLIT.cols)[None, :]
     width = readable(
@@ -164,19 +164,19 @@ def scaled_kernel(
         TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
     )  # fmt: skip
     if PARTIALS is None:
-        at = given + expert * given_expert
+        at = scales + expert * per_expert
         if PER_ROW:
-            at += rank // TOP_K * given_row
+            at += rank // TOP_K * per_row
         own = tl.load(at).to(tl.float32)
         ratio = divide_given(value, own)
     else:
         part = tl.arange(0, PARTIALS)
-        bits = tl.load(given + expert * given_expert + part, mask=part < given_expert, other=0)
+        bits = tl.load(scales + expert * per_expert + part, mask=part < per_expert, other=0)
         own = scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), RULE)
         ratio = divide(value, own, RULE)
     stored = encode(tl.where(col < width, ratio, 0.0), RULE)
-    store_values(q, stored, row, piece * SPLIT.cols, WIDTH, known, RULE)
+    store_values(q, stored, row, piece * SPLIT.cols, WIDTH, valid, RULE)
     if PER_ROW:
-        tl.store(scale + row, tl.where(width > 0, own, 0.0), mask=known[:, None] & (piece == 0))
+        tl.store(scale + row, tl.where(width > 0, own, 0.0), mask=valid[:, None] & (piece == 0))
     else:
         tl.store(scale + expert, own, mask=tl.program_id(0) == 0)

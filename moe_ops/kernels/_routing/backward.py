@@ -37,10 +37,10 @@ def topk_backward_kernel(
 
     at = token * TOPK + slot
     ids = tl.load(topk_ids + at, mask=slot < TOPK, other=-1)
-    known = (ids >= 0) & (ids < NUM_EXPERTS)
-    chosen = tl.load(row + ids, mask=known, other=0.0).to(tl.float32)
-    chosen = scores(chosen, known & is_finite(chosen), peak, inverse, SCORING).to(tl.float64)
-    slope = tl.load(grad + at, mask=known, other=0.0).to(tl.float64) * SCALE
+    routed = (ids >= 0) & (ids < NUM_EXPERTS)
+    chosen = tl.load(row + ids, mask=routed, other=0.0).to(tl.float32)
+    chosen = scores(chosen, routed & is_finite(chosen), peak, inverse, SCORING).to(tl.float64)
+    slope = tl.load(grad + at, mask=routed, other=0.0).to(tl.float64) * SCALE
     if RENORMALIZE:
         total = tl.sum(chosen, 0)
         total = tl.where(total > 0, total, 1.0)
@@ -48,8 +48,8 @@ def topk_backward_kernel(
 
     slopes = tl.zeros((EXPERTS,), dtype=tl.float64)
     for j in tl.static_range(TOPK):
-        mine = tl.sum(tl.where((slot == j) & known, slope, 0.0), 0)
-        its = tl.max(tl.where((slot == j) & known, ids, -1), 0)
+        mine = tl.sum(tl.where((slot == j) & routed, slope, 0.0), 0)
+        its = tl.max(tl.where((slot == j) & routed, ids, -1), 0)
         slopes += tl.where(expert == its, mine, 0.0)
 
     x = tl.where(finite, logits, 0.0)

@@ -31,13 +31,13 @@ from moe_ops.kernels._routing.scores import (
 
 
 @triton.jit
-def pack(key, position, COUNT: tl.constexpr):
+def sort_key(key, position, COUNT: tl.constexpr):
     """Replace the low bits of keys by ``COUNT - 1 - position``: unique, ties to the lowest."""
     return (key | (COUNT - 1)) - position
 
 
 @triton.jit
-def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
+def chosen_of(keys, place, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
     """The experts of the TOPK largest keys, the smallest of these keys, the largest key left.
 
     The experts are in descending order of their keys. With MANY tokens only the `finalists` of each
@@ -45,13 +45,13 @@ def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.
     finalist, the largest key left is reported as ``0x7FFFFFFF`` (unknown), and the caller takes the
     exact path. With few tokens latency counts: all wait for the slowest, so all keys compete.
     """
-    COUNT: tl.constexpr = packed.shape[0] * packed.shape[2] * packed.shape[3]
+    COUNT: tl.constexpr = keys.shape[0] * keys.shape[2] * keys.shape[3]
     if MANY and in_rounds(COUNT, TOPK):
-        packed, last = finalists(packed)
-        chosen, best, left = largest(packed, slot, TOPK)
+        keys, last = finalists(keys)
+        chosen, best, left = largest(keys, place, TOPK)
         left = tl.where(last >= best, 0x7FFFFFFF, left)
     else:
-        chosen, best, left = largest(packed, slot, TOPK)
+        chosen, best, left = largest(keys, place, TOPK)
     return EXPERTS - 1 - (chosen & (EXPERTS - 1)), best, left
 
 
@@ -73,14 +73,14 @@ def _step(dtype):
 
 @triton.jit
 def _choose_by_logits(
-    rows, slot,
+    rows, place,
     TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """The experts with the largest logits, a bound for the logits left, the sum of exponentials.
 
     No logit left exceeds the bound, except one that equals a chosen logit and loses the tie. Ties
     are known exactly where STEP >= EXPERTS: keys of different logits then differ by more than the
-    position bits that `pack` puts into them.
+    position bits that `sort_key` puts into them.
 
     Exponentials are of the logits themselves, not relative to the maximum, so that the sum need not
     wait for the maximum: see `near_exp`. A positive infinity or a NaN that is the largest key makes
@@ -94,7 +94,7 @@ def _choose_by_logits(
     key = signed_key(logits)
     if NUM_EXPERTS != EXPERTS:  # padding below -inf, as negative NaN are
         key = tl.where(expert < NUM_EXPERTS, key, -0x80000000)
-    ids, best, left = chosen_of(pack(key, expert, EXPERTS), slot, TOPK, EXPERTS, MANY)
+    ids, best, left = chosen_of(sort_key(key, expert, EXPERTS), place, TOPK, EXPERTS, MANY)
     bound = left | (EXPERTS - 1)
     if STEP >= EXPERTS:
         equal = (left & -STEP) == (best & -STEP)
@@ -103,36 +103,36 @@ def _choose_by_logits(
 
 
 @triton.jit
-def _near_softmax(picked, known, total):
+def _near_softmax(picked, real, total):
     """float32 scores from a sum accurate to 2**-39, and which of them are surely rounded right.
 
     Those are larger than 2**-100, so that logits that differ by more than 2**-20 have scores that
     differ.
     """
-    score = tl.where(known, exp64(picked.to(tl.float64)) / total, 0.0)
+    score = tl.where(real, exp64(picked.to(tl.float64)) / total, 0.0)
     above, below = (score * (1 + 2.0**-38)).to(tl.float32), (score * (1 - 2.0**-38)).to(tl.float32)
     return above, (above == below) & (above > 2.0**-100) & (tl.abs(picked) <= 256.0)
 
 
 @triton.jit
 def _choose_by_near_scores(
-    rows, bias, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    rows, bias, place, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     SCORING: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Top-k by approximate score plus bias, and a bound for the approximate sums left."""
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
-    packed = pack(signed_key(choice), expert, EXPERTS)
-    ids, _, left = chosen_of(packed, slot, TOPK, EXPERTS, MANY)
+    keys = sort_key(signed_key(choice), expert, EXPERTS)
+    ids, _, left = chosen_of(keys, place, TOPK, EXPERTS, MANY)
     return ids, number(left | (EXPERTS - 1))[:, None, None]
 
 
 @triton.jit
 def _choose_by_scores(
-    rows, bias, expert, slot, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr
+    rows, bias, expert, place, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr
 ):
-    """Top-k by exact scores, from packed keys, whose lowest bits are positions.
+    """Top-k by exact scores, from sort keys, whose lowest bits are positions.
 
     Returns:
         The experts; for each token 1 if no full key left is larger than a chosen one (the experts
@@ -143,9 +143,9 @@ def _choose_by_scores(
     logits = tl.load(rows + expert, mask=valid, other=float("-inf")).to(tl.float32)
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
     key = ordered(choice, bias is not None)
-    packed = pack(key, expert, COUNT)
-    chosen, best, _ = largest(packed[None, :, :, None], slot, TOPK)
-    others = packed < best[:, None]
+    keys = sort_key(key, expert, COUNT)
+    chosen, best, _ = largest(keys[None, :, :, None], place, TOPK)
+    others = keys < best[:, None]
     left = tl.max(tl.where(others, key, -0x80000000), 1)
     least = tl.min(tl.where(others, 0x7FFFFFFF, key), 1)
     complete = (left <= least)[:, None, None]
@@ -176,7 +176,7 @@ def one_a_thread(x):
 
 @triton.jit
 def _best_of(
-    rows, bias, expert, known,
+    rows, bias, expert, real,
     TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr,
 ):  # fmt: skip
     """The exact path: the top-k by the scores of all experts, and the scores of the chosen."""
@@ -187,7 +187,7 @@ def _best_of(
     ids = one_a_thread(best_positions(key, TOPK, expert.shape[1], SLOTS))
     if SCORING == "softmax":
         peak, inverse = peak[:, None], inverse[:, None]
-    return ids, chosen_weights(rows[:, None], ids, known, peak, inverse, SCORING)
+    return ids, chosen_weights(rows[:, None], ids, real, peak, inverse, SCORING)
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def route_tokens(
       close logits, whose scores may be equal, and for very small scores.
     * Other scoring with a bias chooses by approximate float32 scores (`near_choice`), whose order
       may be wrong where scores are close.
-    * The rest (softmax with a bias, other scoring without one) chooses by exact scores in packed
+    * The rest (softmax with a bias, other scoring without one) chooses by exact scores in sort
       keys, whose order may be wrong where scores differ in their lowest bits only.
     """
     BY_LOGITS: tl.constexpr = bias is None and SCORING == "softmax"
@@ -215,7 +215,7 @@ def route_tokens(
     expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
     rows = gating_output + tl.minimum(token, num_tokens - 1) * stride_row
     mask = slot < tl.where(token < num_tokens, TOPK, 0)
-    known, at = one_a_thread(mask), one_a_thread(token * TOPK + slot)
+    real, at = one_a_thread(mask), one_a_thread(token * TOPK + slot)
     place = one_a_thread(tl.zeros((TOKENS, 1), dtype=tl.int32) + slot)
     near, peak, inverse = rows[:, None], 0.0, 0.0
     if BY_LOGITS:
@@ -230,18 +230,18 @@ def route_tokens(
         )
         if SCORING == "softmax":
             peak, inverse = peak[:, None], inverse[:, None]
-    picked = tl.load(near + ids, mask=known, other=0.0).to(tl.float32)
+    picked = tl.load(near + ids, mask=real, other=0.0).to(tl.float32)
     if BY_LOGITS:
-        weights, sure = _near_softmax(picked, known, total)
+        weights, sure = _near_softmax(picked, real, total)
         sure = sure & (picked - bound > 2.0**-20)
         rank = weights
     else:
-        weights = scores(picked, known & is_finite(picked), peak, inverse, SCORING)
-        rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
+        weights = scores(picked, real & is_finite(picked), peak, inverse, SCORING)
+        rank = tl.where(real, biased(weights, bias, ids, real), float("-inf"))
     if NEAR:
         sure = exceeds(rank, bound, SCORING, 1)
-    sure = tl.where(known, (sure & in_falling_order(rank, ids)).to(tl.int32), 1)
+    sure = tl.where(real, (sure & in_falling_order(rank, ids)).to(tl.int32), 1)
     if tl.min(sure) == 0:
-        ids, weights = _best_of(rows, bias, expert, known, TOPK, NUM_EXPERTS, SLOTS, SCORING)
-    store_routing(topk_weights, topk_ids, at, known, weights, ids, RENORMALIZE, SCALE)
-    return tl.max(tl.where(known, ids, -1), 1)
+        ids, weights = _best_of(rows, bias, expert, real, TOPK, NUM_EXPERTS, SLOTS, SCORING)
+    store_routing(topk_weights, topk_ids, at, real, weights, ids, RENORMALIZE, SCALE)
+    return tl.max(tl.where(real, ids, -1), 1)

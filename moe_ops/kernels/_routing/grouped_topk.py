@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels._routing.choice import chosen_of, in_falling_order, one_a_thread, pack
+from moe_ops.kernels._routing.choice import chosen_of, in_falling_order, one_a_thread, sort_key
 from moe_ops.kernels._routing.lanes import lanes_of, largest, load_lanes, of_tokens
 from moe_ops.kernels._routing.near import exceeds, near_choice
 from moe_ops.kernels._routing.scores import (
@@ -30,7 +30,7 @@ from moe_ops.kernels._routing.scores import (
 from moe_ops.kernels._runtime.dependent import take_turn
 
 NOBODY = tl.constexpr(-0x7F800001)
-"""The packed key of -inf."""
+"""The sort key of -inf."""
 
 
 @triton.constexpr_function
@@ -91,22 +91,22 @@ def _choose_groups(
         doubtful = doubtful | (spread > 2 * tl.abs(score) + 2.0)
     group = (tl.arange(0, LANES) // (LANES // GROUPS))[:, None]
     score = tl.maximum(score, LOWEST)  # padding groups as well: they lose ties by position
-    packed = pack(signed_key(score), group, GROUPS)
-    chosen, last, left = largest(packed[:, :, None, None], place, TOPK_GROUP)
+    keys = sort_key(signed_key(score), group, GROUPS)
+    chosen, last, left = largest(keys[:, :, None, None], place, TOPK_GROUP)
     least, bound = number(last & -GROUPS), number(left | (GROUPS - 1))
     sure = exceeds(least, bound, SCORING, BEST)[None, :] & (doubtful == 0)
     return GROUPS - 1 - (chosen & (GROUPS - 1)), sure
 
 
 @triton.jit
-def _deal(packed, group, place, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr):
+def _deal(keys, group, place, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """Redistribute the keys of the chosen groups over all lanes, ``(lanes, tokens, 1, n)``."""
-    LANES: tl.constexpr = packed.shape[0]
-    PARTS: tl.constexpr = packed.shape[2]
+    LANES: tl.constexpr = keys.shape[0]
+    PARTS: tl.constexpr = keys.shape[2]
     OWN: tl.constexpr = LANES // GROUPS
     lane = tl.arange(0, LANES)[:, None]
     source = (group * OWN + lane % (OWN * PARTS) // PARTS)[:, :, None, None]
-    dealt = tl.gather(packed, tl.broadcast_to(source, packed.shape), 0)
+    dealt = tl.gather(keys, tl.broadcast_to(source, keys.shape), 0)
     own_part = tl.arange(0, PARTS)[None, None, :, None] == (lane % PARTS)[:, :, None, None]
     dealt = tl.max(tl.where(own_part, dealt, NOBODY), 2)
     return tl.where((place < TOPK_GROUP)[:, :, None], dealt, NOBODY)[:, :, None, :]
@@ -144,8 +144,8 @@ def _choose_nearly(
     place = tl.zeros((1, rows.shape[0]), dtype=tl.int32) + tl.arange(0, LANES)[:, None]
     place = place // (OWN * PARTS)
     own_group, sure = _choose_groups(key, place, TOPK_GROUP, BEST, GROUPS, SCORING)
-    packed = pack(key, group * WIDTH + member, GROUPS * WIDTH)
-    dealt = _deal(packed, own_group, place, TOPK_GROUP, GROUPS)
+    keys = sort_key(key, group * WIDTH + member, GROUPS * WIDTH)
+    dealt = _deal(keys, own_group, place, TOPK_GROUP, GROUPS)
     chosen, _, left = chosen_of(dealt, slot, TOPK, GROUPS * WIDTH, False)
     ids = chosen // WIDTH * GROUP_SIZE + chosen % WIDTH
     return ids, number(left | (GROUPS * WIDTH - 1))[:, None, None], sure
@@ -162,18 +162,18 @@ def _route_nearly(
     """Route TOKENS tokens by approximate scores; return 0 and write nothing if these are unsure."""
     token, slot = first_token + tl.arange(0, TOKENS)[:, None], tl.arange(0, SLOTS)[None, :]
     rows = gating_output + tl.minimum(token, num_tokens - 1) * stride_row
-    known = one_a_thread(slot < tl.where(token < num_tokens, TOPK, 0))
+    real = one_a_thread(slot < tl.where(token < num_tokens, TOPK, 0))
     place = one_a_thread(tl.zeros((TOKENS, 1), dtype=tl.int32) + slot)
     ids, bound, groups_sure = _choose_nearly(
         rows, bias, place, TOPK, SCORING, NUM_GROUPS, GROUP_SIZE, TOPK_GROUP, BEST, GROUPS, WIDTH
     )
-    picked = tl.load(rows[:, None] + ids, mask=known, other=0.0).to(tl.float32)
-    weights = scores(picked, known & is_finite(picked), 0.0, 0.0, SCORING)
-    rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
+    picked = tl.load(rows[:, None] + ids, mask=real, other=0.0).to(tl.float32)
+    weights = scores(picked, real & is_finite(picked), 0.0, 0.0, SCORING)
+    rank = tl.where(real, biased(weights, bias, ids, real), float("-inf"))
     sure = exceeds(rank, bound, SCORING, 1) & in_falling_order(rank, ids)
-    sure = tl.min(tl.where(known, sure.to(tl.int32), 1)) & tl.min(groups_sure.to(tl.int32))
+    sure = tl.min(tl.where(real, sure.to(tl.int32), 1)) & tl.min(groups_sure.to(tl.int32))
     at = one_a_thread(token * TOPK + slot)
-    store_routing(topk_weights, topk_ids, at, known & (sure > 0), weights, ids, RENORMALIZE, SCALE)
+    store_routing(topk_weights, topk_ids, at, real & (sure > 0), weights, ids, RENORMALIZE, SCALE)
     return sure
 
 

@@ -65,9 +65,9 @@ def sum_by_lanes(x):
 
 
 @triton.jit
-def _most_of_lanes(packed, addend):
+def _most_of_lanes(keys, addend):
     """The largest key of each lane, once the addend is added (modulo 2**32)."""
-    return tl.max(tl.max(packed + addend[:, :, None, None], 3), 2)
+    return tl.max(tl.max(keys + addend[:, :, None, None], 3), 2)
 
 
 @triton.constexpr_function
@@ -82,26 +82,26 @@ def in_rounds(experts, topk):
 
 
 @triton.jit
-def finalists(packed):
+def finalists(keys):
     """The four largest keys of each lane ``(lanes, tokens, 2, 2)``, and the largest fourth key.
 
     If the smallest chosen key of a token is no larger than this fourth key, a key that is no
     finalist might belong to the TOPK largest.
     """
-    first = _most_of_lanes(packed, tl.zeros(packed.shape[:2], dtype=tl.int32))
+    first = _most_of_lanes(keys, tl.zeros(keys.shape[:2], dtype=tl.int32))
     addend = -0x80000000 - first  # see `largest`
-    second = _most_of_lanes(packed, addend) - addend
+    second = _most_of_lanes(keys, addend) - addend
     addend = -0x80000000 - second
-    third = _most_of_lanes(packed, addend) - addend
+    third = _most_of_lanes(keys, addend) - addend
     addend = -0x80000000 - third
-    fourth = _most_of_lanes(packed, addend) - addend
+    fourth = _most_of_lanes(keys, addend) - addend
     return tl.join(tl.join(first, second), tl.join(third, fourth)), tl.max(fourth, 0)
 
 
 @triton.jit
-def _most(packed, addend):
+def _most(keys, addend):
     """The largest key of each token, once the addend is added (modulo 2**32)."""
-    return tl.max(_most_of_lanes(packed, addend[None, :]), 0)
+    return tl.max(_most_of_lanes(keys, addend[None, :]), 0)
 
 
 @triton.constexpr_function
@@ -110,21 +110,21 @@ def _unrolled(rounds):
 
 
 @triton.jit
-def largest(packed, slot, TOPK: tl.constexpr):
+def largest(keys, place, TOPK: tl.constexpr):
     """The TOPK largest keys of each token in descending order, the last one, the largest key left.
 
     One maximum per round. Keys found in earlier rounds are skipped without changing any key: an
     addend makes the last key found the least of all modulo 2**32, and keeps the order of those
-    below it. Equal keys of ``packed`` (int32) are found together, so all should differ. ``slot``
+    below it. Equal keys of ``keys`` (int32) are found together, so all should differ. ``place``
     numbers the result's places: ``(tokens, copies, slots)``, or ``(lanes, tokens)`` by lanes.
     """
-    chosen = slot
-    best = tl.zeros((packed.shape[1],), dtype=tl.int32)
+    chosen = place
+    best = tl.zeros((keys.shape[1],), dtype=tl.int32)
     addend = best
     for j in tl.range(TOPK, loop_unroll_factor=_unrolled(TOPK)):
-        most = _most(packed, addend)
+        most = _most(keys, addend)
         best = most - addend
-        found = best[None, :] if len(slot.shape) == 2 else best[:, None, None]
-        chosen = tl.where(slot == j, found, chosen)
+        winner = best[None, :] if len(place.shape) == 2 else best[:, None, None]
+        chosen = tl.where(place == j, winner, chosen)
         addend = (-0x80000000 + addend) - most
-    return chosen, best, _most(packed, addend) - addend
+    return chosen, best, _most(keys, addend) - addend

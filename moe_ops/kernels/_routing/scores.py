@@ -218,10 +218,10 @@ def best_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.const
 
 
 @triton.jit
-def chosen_weights(rows, ids, known, peak, inverse, SCORING: tl.constexpr):
+def chosen_weights(rows, ids, real, peak, inverse, SCORING: tl.constexpr):
     """The scores of the experts ``ids`` of rows."""
-    logits = tl.load(rows + ids, mask=known, other=0.0).to(tl.float32)
-    return scores(logits, known & is_finite(logits), peak, inverse, SCORING)
+    logits = tl.load(rows + ids, mask=real, other=0.0).to(tl.float32)
+    return scores(logits, real & is_finite(logits), peak, inverse, SCORING)
 
 
 @triton.jit

@@ -45,8 +45,8 @@ class Binary:
         run = self.compiled.run
         function, metadata = self.compiled.function, self.compiled.packed_metadata
         no_hooks = (None, None, None)
-        known = triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher"
-        if not known or run.global_scratch_size or run.profile_scratch_size:
+        is_direct = triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher"
+        if not is_direct or run.global_scratch_size or run.profile_scratch_size:
             return run, (function, metadata, *no_hooks), False
         flags = (run.launch_cooperative_grid, run.launch_pdl)
         launch, self.boxes = _unwrapped(run.launch)
@@ -54,16 +54,16 @@ class Binary:
 
     def parts(self, values: list[Any], places: list[int]) -> list[Any]:
         """``values`` with the descriptors at ``places`` in parts, as the launch function wants."""
-        found, at = [], 0
+        flat, at = [], 0
         for place, box in zip(places, self.boxes, strict=True):
             descriptor = values[place]
-            known = descriptor.__dict__.get("parts")
-            if known is None:
-                known = descriptor.__dict__["parts"] = make_tensordesc_arg(descriptor, box)
-            found += values[at:place]
-            found += known
+            pieces = descriptor.__dict__.get("parts")
+            if pieces is None:
+                pieces = descriptor.__dict__["parts"] = make_tensordesc_arg(descriptor, box)
+            flat += values[at:place]
+            flat += pieces
             at = place + 1
-        return found + values[at:]
+        return flat + values[at:]
 
 
 def _unwrapped(launch: Any) -> tuple[Any, list[Any]]:
@@ -155,11 +155,11 @@ class Launch:
             binary.compiled[(x, y, z)](*arguments, *self.tail)
             return
         start, settings, by_pointer = binary.start
-        given = values if by_pointer else arguments
+        operands = values if by_pointer else arguments
         stream = _current_stream(arguments[0].get_device())
         if by_pointer and binary.boxes:
-            given = binary.parts(values, boxes)
-        start(x, y, z, stream, *settings, *given, *self.tail)
+            operands = binary.parts(values, boxes)
+        start(x, y, z, stream, *settings, *operands, *self.tail)
 
     def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """The first launch of a combination of arguments, which goes through Triton."""

@@ -56,9 +56,9 @@ def _buckets_of(slot, topk_ids, expert_map, num_slots, first_expert, num_experts
 
 
 @triton.jit
-def _count(found, counted, BUCKETS: tl.constexpr):
+def _count(buckets, counted, BUCKETS: tl.constexpr):
     """The slots of each bucket among those that are counted and not skipped."""
-    return tl.histogram(tl.maximum(found, 0), BUCKETS, mask=counted & (found >= 0))
+    return tl.histogram(tl.maximum(buckets, 0), BUCKETS, mask=counted & (buckets >= 0))
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert"])
@@ -68,11 +68,11 @@ def _count_blocks_kernel(
 ):  # fmt: skip
     """One program counts the slots of one block, by bucket."""
     take_turn()
-    found = _block_buckets(
+    buckets = _block_buckets(
         topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
     )
     row = table + tl.program_id(0) * BUCKETS
-    tl.store(row + tl.arange(0, BUCKETS), _count(found, found >= 0, BUCKETS).to(tl.int16))
+    tl.store(row + tl.arange(0, BUCKETS), _count(buckets, buckets >= 0, BUCKETS).to(tl.int16))
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def count_slots(
     They are of all slots, of those in earlier blocks, and of those in this one. Without a table
     there are at most FEW slots, which every program counts.
     """
-    found = _block_buckets(
+    buckets = _block_buckets(
         topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
     )
     if table is None and FEW > BLOCK:
@@ -124,30 +124,30 @@ def count_slots(
         )
         count = _count(every, every >= 0, BUCKETS)
         before = _count(every, slot < tl.program_id(0) * BLOCK, BUCKETS)
-        own = _count(found, found >= 0, BUCKETS)
+        own = _count(buckets, buckets >= 0, BUCKETS)
     elif table is None:
-        count = _count(found, found >= 0, BUCKETS)
+        count = _count(buckets, buckets >= 0, BUCKETS)
         before, own = count * 0, count
     else:
         count, before, own = _add_blocks(table, BUCKETS, ACROSS, ROWS)
-    return found, count, before, own
+    return buckets, count, before, own
 
 
 @triton.jit
-def sort_in_block(found, first_row, own, num_buckets, BLOCK: tl.constexpr):
+def sort_in_block(buckets, first_row, own, num_buckets, BLOCK: tl.constexpr):
     """The slots of this program's block sorted by bucket, the bucket of each, and its row.
 
     Skipped slots come last; their bucket is ``num_buckets``, and their row means nothing.
 
     Args:
-        found: the bucket of each slot, negative where the slot is skipped.
+        buckets: the bucket of each slot, negative where the slot is skipped.
         first_row: the row of each bucket's first slot in this block.
         own: the slots of each bucket in this block.
         num_buckets: how many buckets there are.
         BLOCK: slots in a block.
     """
     position = tl.arange(0, BLOCK)
-    key = tl.sort(tl.where(found >= 0, found, num_buckets) * BLOCK + position)
+    key = tl.sort(tl.where(buckets >= 0, buckets, num_buckets) * BLOCK + position)
     bucket = key // BLOCK
     begin = tl.cumsum(own, 0) - own
     row = position + tl.gather(first_row - begin, tl.where(bucket < num_buckets, bucket, 0), 0)
@@ -212,9 +212,12 @@ def count_blocks(
     sizes = block_sizes(num_slots, num_buckets)
     num_experts = map_size(expert_map, first_expert + num_buckets)
     grid = (max(1, cdiv(num_slots, sizes.block)),)
-    counted = (num_slots, first_expert, num_experts, num_buckets)
     if not sizes.few:
         table = topk_ids.new_empty(grid[0], sizes.buckets, dtype=torch.int16)
         count = _count_launch(sizes.buckets, sizes.block, sizes.num_warps)
-        count(grid, topk_ids, expert_map, table, *counted)
-    return sizes, grid, (topk_ids, expert_map, table, *counted)
+        count(grid, topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets)
+    return (
+        sizes,
+        grid,
+        (topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets),
+    )

@@ -15,7 +15,7 @@ from moe_ops.dispatch.tiles import PLAN_PROGRAMS, cdiv, next_power_of_2
 from moe_ops.kernels._runtime.slots import HEADER
 
 BITS, LOW = tl.constexpr(16), tl.constexpr(0xFFFF)
-"""Width and mask of one count where several are packed in one integer. Slots are so few that each
+"""Width and mask of one count where several share one integer. Slots are so few that each
 count, of slots or of tiles, fits in 16 bits."""
 
 
@@ -93,16 +93,16 @@ def plan_programs(num_buckets: int) -> int:
 
 
 @triton.jit
-def _bits(packed, i):
-    """The i-th count of a packed integer."""
-    return ((packed >> (i * BITS)) & LOW).to(tl.int32)
+def _bits(word, i):
+    """The i-th count in an integer."""
+    return ((word >> (i * BITS)) & LOW).to(tl.int32)
 
 
 @triton.jit
-def _before(found, first, BUCKETS: tl.constexpr, TILE: tl.constexpr):
+def _before(buckets, first, BUCKETS: tl.constexpr, TILE: tl.constexpr):
     """The number of tiles and of slots in the buckets before ``first``, and of all tiles."""
     bucket = tl.arange(0, BUCKETS)
-    count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
+    count = tl.histogram(tl.maximum(buckets, 0), BUCKETS, mask=buckets >= 0)
     tiles = (count + TILE - 1) // TILE
     below = tl.where(bucket < first, (count << BITS) + tiles, 0)
     sums = tl.sum((tiles.to(tl.int64) << 2 * BITS) + below)
@@ -143,20 +143,20 @@ def _finish_buckets(
             name = tl.where(tile >= first, first_bucket + i, name)
             row = tl.where(tile >= first, start + (tile - first) * TILE, row)
         if names is not None:
-            known = (tile < end) & (name < num_buckets)
-            name = as_name(tl.load(names + name, mask=known, other=0))
+            valid = (tile < end) & (name < num_buckets)
+            name = as_name(tl.load(names + name, mask=valid, other=0))
         name_tile(experts, firsts, tile, name, row, tile < end, WHOLE)
 
 
 @triton.jit
 def place_buckets(
-    found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
+    buckets, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
     num_slots, num_rows, num_tiles, num_buckets, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Place the slots of this program's buckets, and fill its share of what no bucket uses.
 
-    ``found`` has the bucket of every slot, in the order of the slots. Every program counts all
-    buckets, then ranks the slots of its own ones (up to four) in one packed prefix sum.
+    ``buckets`` has the bucket of every slot, in the order of the slots. Every program counts all
+    buckets, then ranks the slots of its own ones (up to four) in one prefix sum of such integers.
     """
     slots, experts, firsts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles
@@ -165,9 +165,9 @@ def place_buckets(
     EACH: tl.constexpr = buckets_each(BUCKETS)
     SUMS: tl.constexpr = tl.int32 if EACH * BITS <= 32 else tl.int64
     program, programs = tl.program_id(0), tl.num_programs(0)
-    tile, start, used_tiles = _before(found, program * EACH, BUCKETS, TILE)
+    tile, start, used_tiles = _before(buckets, program * EACH, BUCKETS, TILE)
 
-    own = found - program * EACH
+    own = buckets - program * EACH
     mine = (own >= 0) & (own < EACH)
     place = tl.where(mine, own, 0)
     one = mine.to(SUMS) << (place * BITS).to(SUMS)

@@ -31,12 +31,12 @@ def part_of(base, offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def homes(ids, known, expert_ranks):
+def homes(ids, valid, expert_ranks):
     """The rank of each slot's expert, -1 for a slot that is not known."""
     if expert_ranks is None:
-        home = tl.where(known, 0, -1)
+        home = tl.where(valid, 0, -1)
     else:
-        home = tl.load(expert_ranks + tl.where(known, ids, 0), mask=known, other=-1)
+        home = tl.load(expert_ranks + tl.where(valid, ids, 0), mask=valid, other=-1)
     return home
 
 
@@ -138,9 +138,9 @@ def homes_of(
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
     count = tl.load(pointer(own, AT.counts, tl.int32) + rank)
     count = tl.minimum(count, rows_per_rank)  # it is less, unless ranks differ in P: an error
-    known = (token < count)[:, None] & (slot < TOP_K)
+    valid = (token < count)[:, None] & (slot < TOP_K)
     row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
-    ids = tl.load(part_of(own, AT.ids, tl.int32) + row * TOP_K + slot, mask=known, other=-1)
+    ids = tl.load(part_of(own, AT.ids, tl.int32) + row * TOP_K + slot, mask=valid, other=-1)
     inside = ids >= 0
     if expert_ranks is not None:
         inside = inside & (ids < num_experts)

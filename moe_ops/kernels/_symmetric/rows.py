@@ -52,15 +52,15 @@ def row_of(
 
 
 @triton.jit
-def quantized(value, given, RULE: tl.constexpr, GIVEN: tl.constexpr):
+def quantized(value, scale, RULE: tl.constexpr, GIVEN: tl.constexpr):
     """The stored values of a row, and its scales ``(COUNT,)`` as float32 or (e8m0) exponents."""
     value = value.to(tl.float32)
     if GIVEN:
-        own = tl.load(given).to(tl.float32)
+        own = tl.load(scale).to(tl.float32)
         stored = encode(divide_given(value, own), RULE)
         return stored, tl.zeros((value.shape[0],), dtype=tl.float32) + own
-    if given is not None:
-        value = tl.div_rn(value, tl.load(given).to(tl.float32))
+    if scale is not None:
+        value = tl.div_rn(value, tl.load(scale).to(tl.float32))
     own = scale_of(tl.max(magnitude(value), 1).to(tl.float32, bitcast=True), RULE)
     return encode(divide(value, own[:, None], RULE), RULE), stored_scale(own, RULE)
 
@@ -69,13 +69,13 @@ def quantized(value, given, RULE: tl.constexpr, GIVEN: tl.constexpr):
 def store_row(rows, row, value, sent, WIDTH: tl.constexpr, RULE: tl.constexpr):
     """Store a TILE as a row of the window's ``rows``, if it is ``sent``."""
     first = tl.arange(0, value.shape[0])[:, None] * value.shape[1]
-    known = tl.zeros((value.shape[0],), dtype=tl.int1) | sent
+    valid = tl.zeros((value.shape[0],), dtype=tl.int1) | sent
     if RULE is None:
         col = first + tl.arange(0, value.shape[1])[None, :]
         to = rows + row * WIDTH + col
         tl.store(to, value.to(rows.dtype.element_ty), mask=sent & (col < WIDTH))
     else:
-        store_values(rows, value, row, first, WIDTH, known, RULE)
+        store_values(rows, value, row, first, WIDTH, valid, RULE)
 
 
 class Travel(NamedTuple):
@@ -88,7 +88,7 @@ class Travel(NamedTuple):
     scales: int
     """Scales of a row that travel; 0: none."""
     rule: Rule | None
-    given: bool
+    static: bool
     """Whether one scale is given for all rows."""
     row_type: tl.dtype
     scale_type: tl.dtype
@@ -100,7 +100,7 @@ def warps(width: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def travel_of(width: int, dtype: torch.dtype, quant: str, given: bool, own: tuple) -> Travel:
+def travel_of(width: int, dtype: torch.dtype, quant: str, static: bool, own: tuple) -> Travel:
     """How rows of ``dtype`` travel; ``own``: the scales of a row that is quantized already."""
     if not quant:
         scales, scale_dtype = own
@@ -115,7 +115,7 @@ def travel_of(width: int, dtype: torch.dtype, quant: str, given: bool, own: tupl
         (next_power_of_2(groups), cols),
         0 if rule.per_tensor else groups,
         rule_of(rule),
-        given,
+        static,
         TYPES[rule.dtype],
         TYPES[rule.scale_dtype],
     )

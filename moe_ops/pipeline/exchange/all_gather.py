@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange, sum_of_ranks
-from moe_ops.pipeline.exchange.packing import bytes_of_fp8, packed, padded, unpacked
+from moe_ops.pipeline.exchange.messages import bytes_of_fp8, message_of, padded, parts_of
 from moe_ops.pipeline.prepare_finalize import Receiver
 
 
@@ -58,8 +58,8 @@ class AllGatherPrepareAndFinalize(TokenExchange):
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Gather rows, ids and weights of ``R * P`` tokens, in the order of ranks."""
         quant = tokens.quant
-        given = None if quant is None else tokens.quant_config.input_scales[0]
-        size = self.rows_per_rank(tokens.a1, given)
+        a1_scale = None if quant is None else tokens.quant_config.input_scales[0]
+        size = self.rows_per_rank(tokens.a1, a1_scale)
         rows, scale = self.rows_of(tokens)
         beside = [padded(tokens.topk_weights, size), padded(tokens.topk_ids, size, -1)]
         if scale is not None and quant is not None and not quant.per_tensor:
@@ -68,11 +68,11 @@ class AllGatherPrepareAndFinalize(TokenExchange):
         if tokens.lora_ids is not None:
             beside.append(padded(tokens.lora_ids, size))
         travelling = self.group.start_all_gather(bytes_of_fp8(padded(rows, size)))
-        facts = self.group.start_all_gather(packed(beside))
+        facts = self.group.start_all_gather(message_of(beside))
         dtype = rows.dtype
 
         def receive() -> Arrived:
-            weights, ids, *scales = unpacked(self.group.wait(facts), beside)
+            weights, ids, *scales = parts_of(self.group.wait(facts), beside)
             gathered = self.group.wait(travelling).view(dtype)
             adapters = scales[-1] if has_adapters else None
             own = scales[0] if len(scales) > has_adapters else scale

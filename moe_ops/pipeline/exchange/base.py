@@ -139,8 +139,8 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
     @classmethod
     def make(cls, needs: Needs) -> TokenExchange:
         """Make the exchange of a layer."""
-        given = {name: getattr(needs, name) for name in cls.takes}
-        return cls(needs.group, needs.max_num_tokens, **given)
+        settings = {name: getattr(needs, name) for name in cls.takes}
+        return cls(needs.group, needs.max_num_tokens, **settings)
 
     @abstractmethod
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
@@ -263,10 +263,20 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         everywhere = later and quant is not None and quant.of_all_rows
         trained = quant is None and not apply_router_weight_on_input and self.has_gradients()
         trained = trained and len(wanted(a1, topk_weights)) > 0
-        x, given = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
-        routing = (given, topk_ids, num_experts, expert_map)
+        x, router_weights = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
         receive = self.send(
-            Outgoing(x, *routing, on_input, quant_config, before, everywhere, adapters)
+            Outgoing(
+                x,
+                router_weights,
+                topk_ids,
+                num_experts,
+                expert_map,
+                on_input,
+                quant_config,
+                before,
+                everywhere,
+                adapters,
+            )
         )
 
         def receiver() -> PrepareResult:
@@ -330,17 +340,17 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             raise ValueError("a1 must have at most max_num_tokens tokens, got more")
         raise ValueError(f"a1 must have at most max_num_tokens = {most} tokens, got {tokens}")
 
-    def rows_per_rank(self, a1: Tensor, given: Tensor | None) -> int:
+    def rows_per_rank(self, a1: Tensor, a1_scale: Tensor | None) -> int:
         """Return P, the number of rows of each rank that travel; the same on all ranks.
 
         With ``equal_num_tokens`` it is the number of tokens, which is compared on the device; else
         ``max_num_tokens`` if that is given. With neither, eager calls agree on the largest number
-        of tokens of a rank, for which the host waits, and compare their ``given`` scales too.
+        of tokens of a rank, for which the host waits, and compare their ``a1_scale`` scales too.
         Compiled and captured calls cannot wait: they are calls with ``equal_num_tokens``.
 
         Args:
             a1: the tokens of this rank.
-            given: the static scale of their rows, or None.
+            a1_scale: the static scale of their rows, or None.
 
         Raises:
             ValueError: more tokens than ``max_num_tokens``; scales that differ between ranks.
@@ -360,10 +370,10 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
                 "given",
             )
             return tokens
-        if given is not None:
-            facts = torch.cat([facts, given.reshape(1).double()])
+        if a1_scale is not None:
+            facts = torch.cat([facts, a1_scale.reshape(1).double()])
         of_ranks = self.group.all_gather(facts[None]).tolist()
-        if given is not None:
+        if a1_scale is not None:
             check_equal_scales([scale for _, scale in of_ranks])
         return max(1, *(int(row[0]) for row in of_ranks))
 
@@ -388,13 +398,13 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         if not quant.of_all_rows or self.group.size == 1:
             return quantize_tokens(tokens, quant_config, routing, num_experts, on_input)
         weights, ids, expert_map = routing
-        given, slots = weights if on_input else None, (ids, expert_map, num_experts)
-        _, own = ops.moe_quantize(tokens, None, given, *slots, quant.key)
+        router_weights, slots = weights if on_input else None, (ids, expert_map, num_experts)
+        _, own = ops.moe_quantize(tokens, None, router_weights, *slots, quant.key)
         # Scales grow with the largest magnitude, so their maximum is the scale of all tokens. Not a
         # reduction of the backend, which may drop NaN.
         scale = self.group.all_gather(own).amax(0, keepdim=True)
         with_scale = replace(quant, scale="float32", static=True)
-        return ops.moe_quantize(tokens, scale, given, *slots, with_scale.key)
+        return ops.moe_quantize(tokens, scale, router_weights, *slots, with_scale.key)
 
 
 def check_expert_ranks(expert_ranks: Tensor, ranks: int) -> None:

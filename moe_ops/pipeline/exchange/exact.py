@@ -60,12 +60,12 @@ class ExactAllToAllPrepareAndFinalize(OneCopyExchange):
         end, places, slots = ops.moe_permutation(ranks, None, size)
         counts = end.diff()[:, None].double()
         quant = tokens.quant
-        given = None if quant is None else tokens.quant_config.input_scales[0]
-        if given is not None:
-            counts = torch.cat([counts, given.reshape(1, 1).double().expand(size, 1)], 1)
+        a1_scale = None if quant is None else tokens.quant_config.input_scales[0]
+        if a1_scale is not None:
+            counts = torch.cat([counts, a1_scale.reshape(1, 1).double().expand(size, 1)], 1)
         others = self.group.wait(self.group.start_exchange(counts))
         sent, received = torch.stack([counts, others]).tolist()
-        if given is not None:
+        if a1_scale is not None:
             check_equal_scales([scale for _, scale in received])
         rows = [int(row[0]) for row in sent]
         return Copies(slots[: sum(rows)], end, places, rows, [int(row[0]) for row in received])

@@ -102,17 +102,17 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
     def copies_of(self, tokens: Outgoing, ranks: Tensor) -> Copies:
         """The first C copies for each rank, and zeros in the rest of its block."""
         quant = tokens.quant
-        given = None if quant is None else tokens.quant_config.input_scales[0]
-        size = self.capacity(self.rows_per_rank(tokens.a1, given))
+        a1_scale = None if quant is None else tokens.quant_config.input_scales[0]
+        size = self.capacity(self.rows_per_rank(tokens.a1, a1_scale))
         num_rows = self.group.size * size
         places = ops.batched_rows(ranks, 0, self.group.size, size)
         self._check_none_dropped(ranks, places, size)
         # The row after the last one takes the slots that copy nothing, whose place is -1.
-        found = places.flatten().long().remainder(num_rows + 1)
-        slots = torch.arange(found.shape[0], dtype=torch.int32, device=found.device)
+        rows = places.flatten().long().remainder(num_rows + 1)
+        slots = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         none = places.new_full((num_rows + 1,), -1)
         end = places.new_full((2,), num_rows, dtype=torch.int64)
-        return Copies(none.scatter(0, found, slots)[:num_rows], end, places)
+        return Copies(none.scatter(0, rows, slots)[:num_rows], end, places)
 
     def _check_none_dropped(self, ranks: Tensor, places: Tensor, size: int) -> None:
         """In checking mode, raise on all ranks if copies of any rank do not fit."""

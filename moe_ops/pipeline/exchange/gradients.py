@@ -41,8 +41,8 @@ class Sent(Function):
         """Send gradients back to their tokens' ranks, and add them."""
 
         def back(grad: Tensor) -> Tensor:
-            found: Tensor = ctx.exchange.send_back(grad.contiguous(), ctx.ids)()
-            return found[: ctx.num_tokens]
+            gradients: Tensor = ctx.exchange.send_back(grad.contiguous(), ctx.ids)()
+            return gradients[: ctx.num_tokens]
 
         dx = back(of_rows) if ctx.needs_input_grad[1] else None
         dweights = back(of_weights) if ctx.needs_input_grad[2] else None

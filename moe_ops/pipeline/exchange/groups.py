@@ -72,12 +72,12 @@ class RankGroup(NamedTuple):
         Raises:
             ValueError: another number of ranks, or another rank of this process than the layer's.
         """
-        wanted, found = parallel.layer_size, self.size_and_rank()
+        wanted, actual = parallel.layer_size, self.size_and_rank()
         if self.size != wanted:
             raise ValueError(f"{name} must have {wanted} ranks, got {self.size}")
-        if found is None:
+        if actual is None:
             return
-        size, rank = found
+        size, rank = actual
         if size != wanted:
             every = " (all processes)" if self.name is None else ""
             raise ValueError(f"{name} must have {wanted} ranks, got {size}{every}")
@@ -142,8 +142,8 @@ class RankGroup(NamedTuple):
             return x
         sent = sent or [x.shape[0] // self.size] * self.size
         functional = torch.ops._c10d_functional
-        given = (received or sent, sent, self._name())
-        return self._one_at_a_time(functional.all_to_all_single(x.contiguous(), *given))
+        splits = (received or sent, sent, self._name())
+        return self._one_at_a_time(functional.all_to_all_single(x.contiguous(), *splits))
 
     def _one_at_a_time(self, started: Tensor) -> Tensor:
         """Wait at once on a CPU: two collectives that end together may crash the process.

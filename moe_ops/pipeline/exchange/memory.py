@@ -115,8 +115,8 @@ def _shared(layout: WindowLayout, group: Any, rank: int) -> tuple[Tensor, list[i
 
     def mapped() -> list[Tensor]:
         files = [mmap.mmap(descriptor, size) for descriptor in descriptors]
-        found = [torch.frombuffer(file, dtype=torch.uint8) for file in files]
-        return [*found[1 : rank + 1], found[0], *found[rank + 1 :]]
+        views = [torch.frombuffer(file, dtype=torch.uint8) for file in files]
+        return [*views[1 : rank + 1], views[0], *views[rank + 1 :]]
 
     try:
         try:
@@ -160,6 +160,6 @@ def _together(group: Any, rule: str, step: Callable[[], Result]) -> Result:
 
 def _gathered(group: Any, value: Any) -> list[Any]:
     """Return the values of all ranks, in the order of ranks."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values

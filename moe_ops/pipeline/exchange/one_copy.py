@@ -18,7 +18,7 @@ from moe_ops.pipeline.exchange.base import (
     TokenExchange,
     check_expert_ranks,
 )
-from moe_ops.pipeline.exchange.packing import bytes_of_fp8, packed, unpacked
+from moe_ops.pipeline.exchange.messages import bytes_of_fp8, message_of, parts_of
 from moe_ops.pipeline.prepare_finalize import Receiver
 
 _COPIES = "_moe_ops_copies"
@@ -107,11 +107,11 @@ class OneCopyExchange(TokenExchange):
         if tokens.lora_ids is not None:
             beside.append(tokens.lora_ids)
         travelling = self._start(bytes_of_fp8(rows), copies)
-        facts = self._start(packed(beside), copies)
+        facts = self._start(message_of(beside), copies)
         dtype = rows.dtype
 
         def receive() -> Arrived:
-            weights, complement, *scales = unpacked(self.group.wait(facts), beside)
+            weights, complement, *scales = parts_of(self.group.wait(facts), beside)
             ids = ~complement
             setattr(ids, _COPIES, copies)
             arrived = self.group.wait(travelling).view(dtype)
@@ -146,9 +146,9 @@ class OneCopyExchange(TokenExchange):
 
         ``expert_map`` is needed without ``expert_ranks`` only.
         """
-        known = self._ranks(topk_ids, num_experts, expert_map)
+        expert_ranks = self._ranks(topk_ids, num_experts, expert_map)
         # Ids that are not experts find one of two entries of -1 behind the last expert.
-        table = torch.cat([known, known.new_full((2,), -1)])
+        table = torch.cat([expert_ranks, expert_ranks.new_full((2,), -1)])
         ranks = table[topk_ids.clamp(-1, num_experts)].sort(1).values
         again = ranks[:, 1:] == ranks[:, :-1]
         ranks[:, 1:].masked_fill_(again, -1)
@@ -160,24 +160,24 @@ class OneCopyExchange(TokenExchange):
 
     def _ranks(self, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
         """int32 ``(E,)`` on the tokens' device: the rank that holds each expert."""
-        known = self.expert_ranks
-        if known is None:
+        expert_ranks = self.expert_ranks
+        if expert_ranks is None:
             if expert_map is None:
                 raise ValueError("expert_map must be given without expert_ranks, got None")
             return self._by_maps(expert_map)
-        checks.size("expert_ranks.shape[0]", known.shape[0], "E", num_experts)
-        if known.device != topk_ids.device:
-            known = known.to(topk_ids.device)
+        checks.size("expert_ranks.shape[0]", expert_ranks.shape[0], "E", num_experts)
+        if expert_ranks.device != topk_ids.device:
+            expert_ranks = expert_ranks.to(topk_ids.device)
             if not torch.compiler.is_compiling():
-                self.expert_ranks = known  # a captured call must not copy from the host
-        if expert_map is not None and is_checking(known):
-            found = self._by_maps(expert_map)
-            if not torch.equal(found, known):
+                self.expert_ranks = expert_ranks  # a captured call must not copy from the host
+        if expert_map is not None and is_checking(expert_ranks):
+            by_maps = self._by_maps(expert_map)
+            if not torch.equal(by_maps, expert_ranks):
                 raise ValueError(
                     "expert_ranks must be the ranks whose expert_map has each expert, "
-                    f"{found.tolist()}, got {known.tolist()}"
+                    f"{by_maps.tolist()}, got {expert_ranks.tolist()}"
                 )
-        return known
+        return expert_ranks
 
     def _by_maps(self, expert_map: Tensor) -> Tensor:
         return ranks_of_experts(self.group.all_gather((expert_map >= 0)[None]))

@@ -150,13 +150,12 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
     def _allocated(self, device: torch.device, number: int) -> Windows:
         """Windows for one call in flight: of its own, or those that others share."""
-        what = (self.layout, self.group, device, self.timeout)
         if self.share is None:
-            return allocate(*what)
-        key = (*what, self.share, number)
+            return allocate(self.layout, self.group, device, self.timeout)
+        key = (self.layout, self.group, device, self.timeout, self.share, number)
         windows = _SHARED.get(key)
         if windows is None:
-            windows = _SHARED[key] = allocate(*what)
+            windows = _SHARED[key] = allocate(self.layout, self.group, device, self.timeout)
         return windows
 
     def attach(self, windows: list[Windows]) -> None:
@@ -273,7 +272,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             if self.in_flight > 1:
                 raise NotImplementedError("in_flight must be 1 where calls are compiled")
             return windows[0]
-        free = [found for found in windows if found.in_flight() is None]
+        free = [window for window in windows if window.in_flight() is None]
         if not free:
             raise RuntimeError(
                 f"in_flight must be at least the number of calls that are prepared and not "

@@ -135,7 +135,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
             self.lora_column(lora_ids)  # raises
         windows = self._ready(a1, topk_ids)
         quant = None if defer_input_quant else quant_config.scheme.activation
-        given = quant_config.input_scales[0]
+        a1_scale = quant_config.input_scales[0]
         after = quant is not None and quant.of_all_rows
         if after and apply_router_weight_on_input:  # rounded before it is known by which scale
             raise NotImplementedError(
@@ -143,13 +143,13 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
                 f"that comes from the data, got True with {quant_config.scheme.name}"
             )
         key = "" if quant is None or after else quant.key
-        if key and given is not None and given.numel() != 1:
+        if key and a1_scale is not None and a1_scale.numel() != 1:
             raise ValueError(
-                f"a1_scale must be one number where tokens are sent, got {given.numel()} numbers"
+                f"a1_scale must be one number where tokens are sent, got {a1_scale.numel()} numbers"
             )
         rows, scale, counts, dropped, ids, weights = ops.symmetric_send_batched(
             a1,
-            given if key else None,
+            a1_scale if key else None,
             topk_weights,
             topk_ids,
             self.placement,
@@ -166,8 +166,8 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         check_none_dropped(dropped, self.group.size * self.max_num_tokens)
         self._begin(windows, ids)
         meta = ExpertTokensMetadata(counts, None, dropped)
-        found = PrepareResult(rows, None if quant is None else scale, meta, ids, weights)
-        return lambda: found
+        result = PrepareResult(rows, None if quant is None else scale, meta, ids, weights)
+        return lambda: result
 
     def finalize_async(
         self,

@@ -39,12 +39,16 @@ LINKS = {
     link.name: link
     for link in (
         Link(
-            "nvlink4", 235e9, 348e9, 8.7, 6.6,
+            "nvlink4",
+            235e9,
+            348e9,
+            8.7,
+            6.6,
             "measured on two H200, in CUDA graphs: NCCL 2.28 all-gathers, Triton kernels' stores",
         ),
         Link("ndr400", 50e9, None, 0.0, 0.0, "nominal: one port of 400 Gb/s for each rank"),
     )
-}  # fmt: skip
+}
 """Known links: NVLink of the fourth generation, and InfiniBand NDR between nodes. The measurements
 are in `benchmarks/NOTES.md`, under Links between ranks."""
 
@@ -148,12 +152,12 @@ def traffic_of(
         "symmetric": own * exact,
     }
     there, back = row_bytes(config, quant)
-    found = []
+    traffic = []
     for backend, way in WAYS.items():
         if not parallel.use_ep and backend not in GATHERING_BACKENDS:
             continue
         sent = copies[backend]
-        found.append(
+        traffic.append(
             Traffic(
                 backend=backend,
                 num_tokens=num_tokens,
@@ -164,7 +168,7 @@ def traffic_of(
                 capacity_factor=factor if backend == "fixed_capacity" else None,
             )
         )
-    return tuple(found)
+    return tuple(traffic)
 
 
 def row_bytes(config: FusedMoEConfig, quant: Quant | None) -> tuple[int, int]:

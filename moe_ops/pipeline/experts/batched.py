@@ -108,8 +108,9 @@ class BatchedTritonExperts(BatchedExperts):
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         meta, shape = expert_tokens_meta, hidden_states.shape[:2]
-        how = (scheme, self.moe_config.batch_invariant)
-        rows, space = batched_input(Rows(hidden_states, a1q_scale), meta, weights, *how)
+        rows, space = batched_input(
+            Rows(hidden_states, a1q_scale), meta, weights, scheme, self.moe_config.batch_invariant
+        )
         key = kind_and_key(activation)[1]
         h = gemm_act(rows, weights, space, 1, scheme, dtype, key)
         del hidden_states, a1q_scale, rows  # as large as what the second GEMM returns

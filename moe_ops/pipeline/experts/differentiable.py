@@ -60,5 +60,6 @@ def apply_to_batches(
     ids = torch.where(used, expert, -1).view(-1, 1)
     ones = rows.new_ones(ids.shape, dtype=torch.float32)
     each = Routing(ones, ids)
-    flat = (rows.flatten(0, 1), w1, w2, each, activation, meta)
-    return apply_to_tokens(self, *flat, on_input=False).view(rows.shape)
+    return apply_to_tokens(
+        self, rows.flatten(0, 1), w1, w2, each, activation, meta, on_input=False
+    ).view(rows.shape)

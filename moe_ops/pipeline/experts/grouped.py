@@ -157,8 +157,9 @@ class BatchedGroupedGemmExperts(BatchedExperts):
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         meta, shape = expert_tokens_meta, hidden_states.shape[:2]
-        how = (scheme, self.moe_config.batch_invariant)
-        rows, space = batched_input(Rows(hidden_states, a1q_scale), meta, weights, *how)
+        rows, space = batched_input(
+            Rows(hidden_states, a1q_scale), meta, weights, scheme, self.moe_config.batch_invariant
+        )
         key = kind_and_key(activation)[1]
         product = gemm(rows, weights.w1, space, 1, scheme, dtype)
         del hidden_states, a1q_scale, rows

@@ -118,12 +118,11 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
         )
         routing = Routing(topk_weights, topk_ids, expert_map)
         on_input = apply_router_weight_on_input
-        layer = (w1.shape[0], scheme, config.in_dtype, config.batch_invariant)
         return slot_experts(
             first_rows(hidden_states, self.quant_config, routing, w1.shape[0], on_input),
             expert_weights(w1, w2, self.quant_config),
             scheme,
-            SlotRows.of(routing, *layer),
+            SlotRows.of(routing, w1.shape[0], scheme, config.in_dtype, config.batch_invariant),
             topk_weights,
             kind_and_key(activation)[1],
             config.in_dtype,

@@ -51,8 +51,7 @@ def slot_experts(
     on_input = topk_weights if weight_on_input and not weighted else None
     top_k = 1 if weighted else topk_weights.shape[1]
     if rows.scale is None:
-        how = (space, scheme, top_k, activation)
-        rows = quantized(rows.data, weights.a1_scale, weights.w1, *how)
+        rows = quantized(rows.data, weights.a1_scale, weights.w1, space, scheme, top_k, activation)
     space = space._replace(expert_order=scheme.weight is None)  # only the GEMMs touch rows between
     on_output = None if weight_on_input else topk_weights
     product = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, on_input)
@@ -65,10 +64,13 @@ def slot_experts(
         return total if out is None else out.copy_(total)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
-    summed = (y, on_output, topk_ids, expert_map, None, space.num_local_experts)
     if out is None:
-        return ops.moe_fused_mul_sum(*summed)
-    ops.moe_fused_mul_sum_out(*summed, out=out)
+        return ops.moe_fused_mul_sum(
+            y, on_output, topk_ids, expert_map, None, space.num_local_experts
+        )
+    ops.moe_fused_mul_sum_out(
+        y, on_output, topk_ids, expert_map, None, space.num_local_experts, out=out
+    )
     return out
 
 
@@ -132,14 +134,13 @@ class TritonExperts(FusedMoEExpertsModular):
         """Return ``(T, H)``, weighted and summed: a new tensor, or ``out`` if that is given."""
         routing = Routing(topk_weights, topk_ids, expert_map)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
-        layer = (w1.shape[0], scheme, dtype, self.moe_config.batch_invariant)
         rows = [Rows(hidden_states, a1q_scale)]
         del hidden_states, a1q_scale  # `slot_experts` gets the only reference
         return slot_experts(
             rows.pop(),
             expert_weights(w1, w2, self.quant_config),
             scheme,
-            SlotRows.of(routing, *layer),
+            SlotRows.of(routing, w1.shape[0], scheme, dtype, self.moe_config.batch_invariant),
             topk_weights,
             kind_and_key(activation)[1],
             dtype,

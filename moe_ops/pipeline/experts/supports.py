@@ -125,8 +125,8 @@ class Supports:
         return (capability or capability_of(device)) >= min_capability(key[1])
 
 
-def _among(value: Any, known: Container | None) -> bool:
-    return known is None or value in known
+def _among(value: Any, choices: Container | None) -> bool:
+    return choices is None or value in choices
 
 
 def _name(device: torch.device, capability: int | None) -> str:

@@ -21,7 +21,7 @@ from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.loading.names import SUFFIX
-from moe_ops.pipeline.packing import gains_by_fp8, reads_packed
+from moe_ops.pipeline.forms import gains_by_fp8, reads_packed
 from moe_ops.scheme import (
     ExactRows,
     Scheme,
@@ -46,7 +46,7 @@ Stored = tuple[Any, ...]
 """A tensor or None for each of `FORM_KINDS`."""
 
 
-class PacksWeights(HoldsExperts):
+class ConvertsForms(HoldsExperts):
     """A layer whose weights may be in the packed form, or held as fp8."""
 
     def pack_(self) -> None:
@@ -114,9 +114,9 @@ class PacksWeights(HoldsExperts):
         scheme = self.sizes.plain.scheme
         if exact_fp8_scheme(scheme) is None:
             return None
-        found = list(exact_rows_of(self))
-        exact = sum(int(x.sum()) for x in found)
-        return ExactRows(scheme, exact, sum(x.numel() for x in found))
+        rows = list(exact_rows_of(self))
+        exact = sum(int(x.sum()) for x in rows)
+        return ExactRows(scheme, exact, sum(x.numel() for x in rows))
 
     def _convert(self, forms: Mapping[str, str]) -> None:
         check_own_weights(self)
@@ -133,8 +133,8 @@ def forms_of(layer: ExpertLayer) -> dict[str, str]:
     """Return the form of ``w13`` and of ``w2``."""
     if layer.sizes.exact_of is not None:
         return dict.fromkeys(WEIGHTS, FP8)
-    packed = {which: is_packed(getattr(layer, f"{which}_weight")) for which in WEIGHTS}
-    return {which: PACKED if packed[which] else PLAIN for which in WEIGHTS}
+    fragments = {which: is_packed(getattr(layer, f"{which}_weight")) for which in WEIGHTS}
+    return {which: PACKED if fragments[which] else PLAIN for which in WEIGHTS}
 
 
 def packed_of(layer: ExpertLayer) -> tuple[str, ...]:
@@ -201,11 +201,13 @@ def convert_for_device(layer: HoldsExperts) -> None:
     """
     if layer._kernel is not None:
         return
-    how, forms = (layer.scheme, layer.sizes.dtype), forms_of(layer)
-    device = layer.compute_device
+    forms, device = forms_of(layer), layer.compute_device
     for which, form in forms.items():
         weight, invariant = getattr(layer, f"{which}_weight"), layer.batch_invariant
-        if form == PLAIN and reads_packed(weight, *how, device, batch_invariant=invariant):
+        reads = form == PLAIN and reads_packed(
+            weight, layer.scheme, layer.sizes.dtype, device, batch_invariant=invariant
+        )
+        if reads:
             forms[which] = PACKED
     moves = layer.enable_eplb and layer.placement.is_shared_out
     if gains_by_fp8(device, layer.scheme) and not moves and are_exact(layer):

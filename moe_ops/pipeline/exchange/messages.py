@@ -20,13 +20,13 @@ def padded(x: Tensor, size: int, fill: int = 0) -> Tensor:
     return torch.cat([stored, rows]).view(x.dtype)
 
 
-def packed(parts: list[Tensor]) -> Tensor:
+def message_of(parts: list[Tensor]) -> Tensor:
     """Rows of several tensors ``(T, n)`` side by side as bytes: ``(T, bytes)`` uint8."""
     return torch.cat([_copy(part).view(torch.uint8) for part in parts], 1)
 
 
-def unpacked(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """Invert `packed`: tensors of the dtypes and widths of ``parts``, one row for each message."""
+def parts_of(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    """Invert `message_of`: tensors with the dtypes and widths of ``parts``, a row a message."""
     widths = [part.shape[1] * part.dtype.itemsize for part in parts]
     pieces = message.split(widths, 1)
     return [_copy(piece).view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
