@@ -75,7 +75,7 @@ class OffloadRow:
     """Whether results are those of the layer with all experts on the device."""
 
 
-class Case(NamedTuple):
+class HostCase(NamedTuple):
     """A layer with all experts on the device, and in host memory."""
 
     problem: Problem
@@ -84,7 +84,7 @@ class Case(NamedTuple):
     device: torch.device
 
 
-def offloaded(case: Case, inputs: Inputs) -> Callable[[], Tensor]:
+def offloaded(case: HostCase, inputs: Inputs) -> Callable[[], Tensor]:
     """The layer whose experts are in host memory."""
     host = case.host
     arguments = (inputs.x, host.w1, host.w2, inputs.topk_weights, inputs.topk_ids)
@@ -92,7 +92,7 @@ def offloaded(case: Case, inputs: Inputs) -> Callable[[], Tensor]:
     return lambda: moe_ops.fused_experts(*arguments, activation=activation, quant_config=config)
 
 
-def run_case(case: Case, scheme: str, tokens: int, routing: str) -> OffloadRow:
+def run_case(case: HostCase, scheme: str, tokens: int, routing: str) -> OffloadRow:
     """Time one case."""
     problem, device, residency = case.problem, case.device, case.host.residency
     inputs = make_inputs(problem, tokens, routing, device)
@@ -138,11 +138,11 @@ def _sequence(
     for step in range(STEPS):
         inputs.topk_weights.copy_(weights[step])
         inputs.topk_ids.copy_(ids[step])
-        times.append(_timed(run, device))
+        times.append(_call_us(run, device))
     return times
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
+def _call_us(run: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -159,9 +159,9 @@ def _engine(size: float, device: torch.device) -> float:
     """Gigabytes per second of plain copies of ``size`` bytes from pinned memory."""
     source = torch.empty(int(size), dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
-    times = [_timed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3)]
+    times = [_call_us(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3)]
     times += [
-        _timed(lambda: target.copy_(source, non_blocking=True), device)
+        _call_us(lambda: target.copy_(source, non_blocking=True), device)
         for _ in range(ENGINE_COPIES)
     ]
     return size / statistics.median(times[3:]) / 1e3
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         experts = make_experts(problem, scheme, device).loaded
         for resident in args.resident:
             try:
-                case = _case(problem, experts, resident, device)
+                case = _host_case(problem, experts, resident, device)
             except (RuntimeError, ValueError) as error:  # too little memory, or a wrong number
                 failed.append(f"{scheme} {problem.name} with {resident}: {error}")
                 continue
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
                 if time.monotonic() - started > args.time_budget_s:
                     continue
                 row = run_case(case, scheme, tokens, routing)
-                print_row(_shown(row), WIDTHS, head=not rows)
+                print_row(_cells(row), WIDTHS, head=not rows)
                 rows.append(row)
                 if path:
                     write_rows(path, [row], KEY)
@@ -213,16 +213,16 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     return conclude(len(rows), path, failed)
 
 
-def _case(problem: Problem, experts: Experts, resident: Any, device: torch.device) -> Case:
+def _host_case(problem: Problem, experts: Experts, resident: Any, device: torch.device) -> HostCase:
     config = experts.quant_config or NOT_QUANTIZED
     amounts = [Amount(problem.num_experts, problem.top_k, experts.bytes_per_expert)]
     (count,) = parse_amount("--resident", resident, amounts)
     weights = expert_weights(experts.w1, experts.w2, config)
     held = store(weights, pinned=device.type == "cuda")
-    return Case(problem, experts, host_experts(held, config, count, device), device)
+    return HostCase(problem, experts, host_experts(held, config, count, device), device)
 
 
-def _shown(row: OffloadRow) -> dict[str, Any]:
+def _cells(row: OffloadRow) -> dict[str, Any]:
     cells = asdict(row)
     renamed = {"copied GB/s": "copied_gb_per_s", "engine GB/s": "engine_gb_per_s"}
     return {**cells, **{shown: cells[name] for shown, name in renamed.items()}}

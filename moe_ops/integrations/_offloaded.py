@@ -18,10 +18,10 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 from moe_ops.integrations import _fp8, _mxfp4, _peft, _reach, _torchao
 from moe_ops.integrations._experts import HOST, Weights, own_weights
 from moe_ops.integrations._layers import NAME, quantized_layer
-from moe_ops.offload.targets import FINDERS, HostTarget, LayerTarget
+from moe_ops.offload.targets import FINDERS, HostTarget, LayerOnHost
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_of, store
+from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, store
 from moe_ops.residency import Amount
 from moe_ops.tensors import ExpertWeights
 
@@ -31,7 +31,7 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "t
 """Names that configurations have for k."""
 
 
-class ExpertsTarget(HostTarget):
+class ExpertsOnHost(HostTarget):
     """An experts module with weights of its own."""
 
     def reason_against(self) -> str | None:
@@ -76,7 +76,7 @@ class ExpertsTarget(HostTarget):
             hold(self.module, resident, device)
 
 
-class QuantizedTarget(LayerTarget):
+class QuantizedOnHost(LayerOnHost):
     """The layer inside of an experts module that `quantize_` has quantized."""
 
     def amount(self) -> Amount:
@@ -98,19 +98,19 @@ def _is_known(module: nn.Module) -> bool:
     return own or _reach.is_decorated(module)
 
 
-def experts_modules(model: nn.Module) -> Iterator[HostTarget]:
+def modules_on_host(model: nn.Module) -> Iterator[HostTarget]:
     """Yield the experts modules of transformers in a model."""
     for name, module in model.named_modules():
         if _peft.is_wrapper(module):
             continue
         layer = quantized_layer(module) if _reach.is_decorated(module) else None
         if layer is not None:
-            yield QuantizedTarget(name, layer)
+            yield QuantizedOnHost(name, layer)
         elif _is_known(module):
-            yield ExpertsTarget(name, module)
+            yield ExpertsOnHost(name, module)
 
 
-FINDERS.append(experts_modules)
+FINDERS.append(modules_on_host)
 
 
 def _own(experts: Any) -> Weights:
@@ -134,7 +134,7 @@ def hold(experts: Any, resident: int, device: torch.device) -> None:
     held = store(weights, pinned=device.type == "cuda")
     made = host_experts(held, own.quant_config or NOT_QUANTIZED, resident, device)
     for name, x in list(experts.named_parameters(recurse=False)):
-        y = place_of(x.detach(), weights, held)
+        y = place_in(x.detach(), weights, held)
         experts.register_parameter(name, nn.Parameter(x.cpu() if y is None else y, False))
     experts.__dict__[HOST], experts.__dict__[RESIDENT] = made, (resident, device)
     if not isinstance(experts, _OnHost):
@@ -187,7 +187,7 @@ class _OnHost(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the class before, since no module has this one by name."""
         state: Any = super().__reduce_ex__(protocol)[2]
-        return _empty, (self._plain_class,), {**state, HOST: None}
+        return _new_instance, (self._plain_class,), {**state, HOST: None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make slots anew."""
@@ -205,6 +205,6 @@ def _class_on_host(plain: Any) -> type[nn.Module]:
     return type(plain.__name__, (_OnHost, plain), body)
 
 
-def _empty(plain: Any) -> nn.Module:
+def _new_instance(plain: Any) -> nn.Module:
     cls = _class_on_host(plain)
     return cls.__new__(cls)

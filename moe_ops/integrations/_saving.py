@@ -36,7 +36,7 @@ from moe_ops.loading.files import weight_map
 from moe_ops.loading.names import PROJECTIONS, scaled_experts
 from moe_ops.loading.safetensors import SafetensorsFile
 from moe_ops.loading.sources import INDEX
-from moe_ops.offload.model import move_experts
+from moe_ops.offload.model import put_on_host
 from moe_ops.offload.targets import FINDERS
 from moe_ops.quantization.chosen import found_in
 from moe_ops.residency import parse_amount
@@ -191,7 +191,7 @@ def from_pretrained(
         device = _one_device(arguments.pop("device_map", None))
         model = _loaded(path, auto_class, arguments)
         targets = list(found_in(model, FINDERS))
-        move_experts(targets, "resident_experts", resident_experts, device)
+        put_on_host(targets, "resident_experts", resident_experts, device)
         return model.to(device)
     return _quantized_model(path, auto_class, arguments)
 

@@ -58,7 +58,7 @@ _HELD = tl.constexpr(HEADER)
 
 
 @triton.jit
-def _count(state, mirror, entry, more):
+def _add_to(state, mirror, entry, more):
     """Add to a counter, and to the copy of it that the host reads."""
     total = tl.load(state + entry) + more
     tl.store(state + entry, total)
@@ -121,9 +121,9 @@ def _count_call(state, now, num_resident, num_missing, K: tl.constexpr):
     tl.store(state + _CLOCK, now + 1)
     tl.store(state + _RESIDENT, num_resident.to(tl.int64))
     tl.store(state + _MISSING, num_missing.to(tl.int64))
-    _count(state, mirror, _HITS, num_resident)
-    _count(state, mirror, _MISSES, num_missing)
-    _count(state, mirror, _WAVES, (num_resident + num_missing + K - 1) // K)
+    _add_to(state, mirror, _HITS, num_resident)
+    _add_to(state, mirror, _MISSES, num_missing)
+    _add_to(state, mirror, _WAVES, (num_resident + num_missing + K - 1) // K)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -179,7 +179,7 @@ def _make_resident_kernel(
 
 
 @triton.jit(do_not_specialize=["wave"])
-def _copy_kernel(
+def _copy_experts_kernel(
     table, state, wave,
     E: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, WIDE_ROWS: tl.constexpr, LAST: tl.constexpr, AT_ROWS: tl.constexpr,
@@ -212,7 +212,7 @@ def _copy_kernel(
         if LAST and missing > 0:
             then = tl.load(pending + slot, mask=slot < K, other=-1)
             tl.store(held + slot, then, mask=slot < K)
-        _count(state, tl.load(state + _MIRROR), _BYTES, tl.sum(size, 0) * count)
+        _add_to(state, tl.load(state + _MIRROR), _BYTES, tl.sum(size, 0) * count)
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def _copy_chunk(table, expert, slot, chunk, before, CHUNK: tl.constexpr):
 
 
 @lru_cache(maxsize=1024)
-def _decide(experts: int, slots: int) -> Launch:
+def _decide_launch(experts: int, slots: int) -> Launch:
     wide = next_power_of_2(slots)
     return Launch(
         _make_resident_kernel, E=experts, K=slots, EXPERTS=next_power_of_2(experts), SLOTS=wide,
@@ -246,9 +246,9 @@ def _decide(experts: int, slots: int) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def _copy(experts: int, slots: int, rows: int, last: bool) -> Launch:
+def _copy_launch(experts: int, slots: int, rows: int, last: bool) -> Launch:
     return Launch(
-        _copy_kernel, E=experts, K=slots, EXPERTS=next_power_of_2(experts),
+        _copy_experts_kernel, E=experts, K=slots, EXPERTS=next_power_of_2(experts),
         SLOTS=next_power_of_2(slots), ROWS=rows, WIDE_ROWS=next_power_of_2(rows), LAST=last,
         AT_ROWS=StateLayout(experts, slots).rows, CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
@@ -265,7 +265,7 @@ def make_resident(
     fakes.make_resident(topk_ids, expert_map, state, num_experts, num_slots)
     num_global = map_size(expert_map, num_experts)
     arguments = (topk_ids.contiguous(), dense(expert_map), state, topk_ids.numel(), num_global)
-    _decide(num_experts, num_slots)((1,), *arguments)
+    _decide_launch(num_experts, num_slots)((1,), *arguments)
 
 
 def copy_experts(
@@ -276,7 +276,7 @@ def copy_experts(
     owner = residency_of(table)[0]
     chunks = sum(cdiv(x[0].nbytes, CHUNK) for x, _ in owner.pairs_of(table))
     grid = (min(PROGRAMS, num_slots * chunks),)
-    _copy(num_experts, num_slots, len(table), last)(grid, table, state, wave)
+    _copy_launch(num_experts, num_slots, len(table), last)(grid, table, state, wave)
 
 
 _DECIDE_AND_COPY = Waves(make_resident, copy_experts)

@@ -18,7 +18,7 @@ from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_of, store
+from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, store
 from moe_ops.residency import Amount, OffloadStats, parse_amount
 from moe_ops.residency.slots import STORED
 from moe_ops.tensors import ExpertWeights
@@ -205,7 +205,7 @@ def _move(layer: HoldsExperts, resident: int, device: torch.device) -> None:
     for name in parameter_specs(layer.sizes):
         x = layer._parameters.get(name)
         if x is not None:
-            new = place_of(x.detach(), weights, held)
+            new = place_in(x.detach(), weights, held)
             new = x.detach().cpu() if new is None else new
             layer.register_parameter(name, nn.Parameter(new, requires_grad=False))
     layer._buffers.update(_moved_buffers(layer, device))

@@ -10,9 +10,9 @@ from torch import nn
 
 from moe_ops import checks
 from moe_ops.offload.targets import FINDERS, HostTarget
-from moe_ops.quantization.chosen import Modules, chosen_of, found_in, shown
+from moe_ops.quantization.chosen import Modules, found_in, targets_chosen, with_progress
 from moe_ops.residency import OffloadStats, parse_amount
-from moe_ops.residency.host import check_room
+from moe_ops.residency.host import check_host_room
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -69,12 +69,12 @@ def offload_(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     checks.flags(progress=progress)
     _refuse_engines(model)
-    targets = chosen_of(list(found_in(model, FINDERS)), modules)
-    move_experts(targets, "resident", resident, progress=progress)
+    targets = targets_chosen(list(found_in(model, FINDERS)), modules)
+    put_on_host(targets, "resident", resident, progress=progress)
     return model
 
 
-def move_experts(
+def put_on_host(
     targets: Sequence[HostTarget],
     name: str,
     resident: float | str,
@@ -100,7 +100,7 @@ def move_experts(
     done: list[tuple[HostTarget, int | None, torch.device]] = []
     try:
         pairs = [*zip(targets, counts, strict=True)]
-        for target, count in shown(pairs, "moving", progress=progress):
+        for target, count in with_progress(pairs, "moving", progress=progress):
             host, own = target.host_experts(), target.device()
             done.append((target, None if host is None else host.residency.num_slots, own))
             target.put(count, device or own)
@@ -128,7 +128,7 @@ def _check_memory(targets: Sequence[HostTarget], counts: Sequence[int]) -> None:
         if count < (amount := target.amount()).num_experts
     }
     on_gpu = sum(size for target, size in sizes.items() if _is_on_gpu(target.module))
-    check_room(max(on_gpu, max(sizes.values(), default=0)))
+    check_host_room(max(on_gpu, max(sizes.values(), default=0)))
 
 
 def _is_on_gpu(module: nn.Module) -> bool:

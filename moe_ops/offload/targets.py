@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from moe_ops.layer import FusedMoE
-from moe_ops.layer.host_memory import amount_of, offload, reason_against
 from moe_ops.layer.forms import convert_for_device
+from moe_ops.layer.host_memory import amount_of, offload, reason_against
 from moe_ops.layer.rank_checks import held_by, taken_by
 from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.residency import Amount
@@ -63,7 +63,7 @@ class HostTarget(ABC):
             )
 
 
-class LayerTarget(HostTarget):
+class LayerOnHost(HostTarget):
     """A `FusedMoE`."""
 
     module: FusedMoE
@@ -98,12 +98,12 @@ class LayerTarget(HostTarget):
 Finder = Callable[[nn.Module], Iterator[HostTarget]]
 
 
-def layers(model: nn.Module) -> Iterator[HostTarget]:
-    """Yield the `FusedMoE` layers of a model that belong to no other kind of target."""
+def layers_on_host(model: nn.Module) -> Iterator[HostTarget]:
+    """Yield the `FusedMoE` layers_on_host of a model that belong to no other kind of target."""
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
-            yield LayerTarget(name, module)
+            yield LayerOnHost(name, module)
 
 
-FINDERS: list[Finder] = [layers]
+FINDERS: list[Finder] = [layers_on_host]
 """Functions that find the targets of a model; integrations add theirs when they are imported."""

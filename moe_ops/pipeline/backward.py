@@ -147,7 +147,7 @@ def differentiable_experts(
         plan: see `SlotRows.of`.
         lora: adapters beside both products.
     """
-    on_host, first_weight, second_weight, a1_scale, a2_scale = _parts_of(weights)
+    on_host, first_weight, second_weight, a1_scale, a2_scale = _weight_parts(weights)
     (w1, b1, *first), (w2, b2, *second) = first_weight, second_weight
     topk_weights, topk_ids, expert_map = routing
     global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
@@ -166,7 +166,7 @@ def differentiable_experts(
     )  # fmt: skip
 
 
-def _parts_of(weights: ExpertWeights) -> tuple[Any, ...]:
+def _weight_parts(weights: ExpertWeights) -> tuple[Any, ...]:
     """The tables and the state of experts in host memory, the fields of both weights, the rest."""
     w1, w2, *scales = weights
     if isinstance(w1, HostWeight) and isinstance(w2, HostWeight):

@@ -66,7 +66,7 @@ def cost_of(
     shapes = ((gates * width, hidden), (hidden, width))
     slots = num_tokens * config.experts_per_token * config.num_local_experts / config.num_experts
     active = active_experts(config, num_tokens)
-    weight_bytes = round(active * expert_bytes(config, scheme))
+    weight_bytes = round(active * bytes_per_expert(config, scheme))
     activation_bytes = 2 * num_tokens * hidden * itemsize
     h_bits = 8 * itemsize if scheme.activation is None else scheme.activation.element.stored_bits
     flops = round(2 * slots * sum(n * k for n, k in shapes))
@@ -104,7 +104,7 @@ def active_experts(config: FusedMoEConfig, num_tokens: int) -> float:
     return config.num_local_experts * (1 - missed)
 
 
-def expert_bytes(config: FusedMoEConfig, scheme: Scheme) -> float:
+def bytes_per_expert(config: FusedMoEConfig, scheme: Scheme) -> float:
     """Bytes of one expert: both weights with scales and biases."""
     width, gates = config.intermediate_size, 2 if config.is_act_and_mul else 1
     shapes = ((gates * width, config.hidden_dim), (config.hidden_dim, width))

@@ -9,7 +9,7 @@ from typing import Any
 from moe_ops import checks
 from moe_ops.brief import aligned
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.costs import active_experts, expert_bytes
+from moe_ops.pipeline.costs import active_experts, bytes_per_expert
 from moe_ops.residency import Amount, parse_amount, waves_of
 from moe_ops.scheme import Scheme
 
@@ -95,7 +95,7 @@ def host_costs(
     checks.number("host_gbps", host_gbps)
     if not host_gbps > 0:
         raise ValueError(f"host_gbps must be positive, got {host_gbps}")
-    experts, size = config.num_local_experts, round(expert_bytes(config, scheme))
+    experts, size = config.num_local_experts, round(bytes_per_expert(config, scheme))
     least = min(config.experts_per_token, experts)
     (count,) = parse_amount("resident", resident, [Amount(experts, least, size)])
     times = []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.residency.host import HostMemory, padded
+from moe_ops.residency.host import HostMemory, padded_size
 from moe_ops.residency.slots import STORED, Residency
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig
 from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight
@@ -47,7 +47,10 @@ class Store(NamedTuple):
 def store_bytes(weights: ExpertWeights) -> int:
     """Return the bytes that `store` takes for these weights."""
     return sum(
-        padded(x.nbytes) for weight in weights[:2] for x in weight[: len(STORED)] if x is not None
+        padded_size(x.nbytes)
+        for weight in weights[:2]
+        for x in weight[: len(STORED)]
+        if x is not None
     )
 
 
@@ -71,7 +74,7 @@ def store(weights: ExpertWeights, *, pinned: bool) -> Store:
     return Store((stored[0], stored[1]), memory)
 
 
-def place_of(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
+def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
     """Return the tensor of a store whose numbers are those of a parameter; None: there is none.
 
     Args:

@@ -61,7 +61,7 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return decorated or any(c.__module__.startswith("transformers.") for c in type(module).__mro__)
 
 
-def chosen_of(targets: list[TargetT], modules: Modules | None) -> list[TargetT]:
+def targets_chosen(targets: list[TargetT], modules: Modules | None) -> list[TargetT]:
     """Return the targets that ``modules`` means, at least one."""
     names = ", ".join(target.name for target in targets[:SHOWN])
     if not targets:
@@ -84,7 +84,7 @@ def chosen_of(targets: list[TargetT], modules: Modules | None) -> list[TargetT]:
     return chosen
 
 
-def shown(items: Iterable[Any], text: str, *, progress: bool) -> Any:
+def with_progress(items: Iterable[Any], text: str, *, progress: bool) -> Any:
     """Return the items, with a progress bar around them if that is wanted and possible."""
     if not progress or tqdm is None:
         return items

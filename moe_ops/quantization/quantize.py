@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_ops import checks
-from moe_ops.quantization.chosen import Modules, chosen_of, found_in, shown
+from moe_ops.quantization.chosen import Modules, found_in, targets_chosen, with_progress
 from moe_ops.quantization.peaks import Peaks, needs_peaks
 from moe_ops.quantization.targets import FINDERS, Target
 from moe_ops.scheme import Scheme, as_scheme
@@ -74,12 +74,12 @@ def quantize_(
     if scheme.weight is None:
         raise ValueError(f"scheme must quantize weights, got {scheme.name!r}")
     _check_calibrate(calibrate, scheme)
-    targets = chosen_of(list(targets_of(model)), modules)
-    for target in shown(targets, "checking", progress=progress):
+    targets = targets_chosen(list(targets_of(model)), modules)
+    for target in with_progress(targets, "checking", progress=progress):
         target.check(scheme)
     scales = _calibrated(model, targets, scheme, calibrate)
     pairs = list(zip(targets, scales, strict=True))
-    for target, peaks in shown(pairs, "quantizing", progress=progress):
+    for target, peaks in with_progress(pairs, "quantizing", progress=progress):
         target.quantize(scheme, peaks)
     kinds: list[type[Target]] = list({type(target): None for target in targets})
     for kind in kinds:

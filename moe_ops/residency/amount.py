@@ -43,7 +43,7 @@ def parse_amount(name: str, value: Any, layers: Sequence[Amount]) -> list[int]:
     if isinstance(value, bool) or not isinstance(value, (Integral, Real, str)):
         raise TypeError(f"{name} {RULE}, got {type(value).__name__}")
     if isinstance(value, str):
-        return _fitting(name, value, layers)
+        return _counts_in(name, value, layers)
     if isinstance(value, Integral):
         value = int(value)
         for layer in layers:
@@ -54,16 +54,16 @@ def parse_amount(name: str, value: Any, layers: Sequence[Amount]) -> list[int]:
         return [value] * len(layers)
     if not 0 < float(value) <= 1:
         raise ValueError(f"{name} {RULE}, got {value}")
-    return [_share(layer, float(value)) for layer in layers]
+    return [_share_of(layer, float(value)) for layer in layers]
 
 
-def _share(layer: Amount, share: float) -> int:
+def _share_of(layer: Amount, share: float) -> int:
     """A share of a layer's experts, at least ``top_k``."""
     least = min(layer.top_k, layer.num_experts)
     return min(layer.num_experts, max(least, int(share * layer.num_experts + 1e-9)))
 
 
-def _fitting(name: str, text: str, layers: Sequence[Amount]) -> list[int]:
+def _counts_in(name: str, text: str, layers: Sequence[Amount]) -> list[int]:
     """The largest share of each layer's experts that fits in a size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*GB\s*", text)
     if found is None:
@@ -71,7 +71,7 @@ def _fitting(name: str, text: str, layers: Sequence[Amount]) -> list[int]:
     room = int(float(found[1]) * GIGABYTE)
 
     def size(share: float) -> int:
-        return sum(_share(layer, share) * layer.expert_bytes for layer in layers)
+        return sum(_share_of(layer, share) * layer.expert_bytes for layer in layers)
 
     if size(0.0) > room:
         needed = size(0.0) / GIGABYTE
@@ -82,4 +82,4 @@ def _fitting(name: str, text: str, layers: Sequence[Amount]) -> list[int]:
         return []
     counts = {i / layer.num_experts for layer in layers for i in range(layer.num_experts + 1)}
     shares = sorted(share for share in counts if size(share) <= room)
-    return [_share(layer, shares[-1]) for layer in layers]
+    return [_share_of(layer, shares[-1]) for layer in layers]

@@ -42,7 +42,7 @@ def available_bytes() -> int | None:
     return min(room, default=None)
 
 
-def check_room(needed: int) -> None:
+def check_host_room(needed: int) -> None:
     """Raise RuntimeError with both numbers if host memory is too small."""
     room = available_bytes()
     if room is not None and needed > room:
@@ -66,7 +66,7 @@ class HostMemory:
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self._taken, self._registered, self._map = 0, None, None
-        check_room(size)
+        check_host_room(size)
         if pinned:
             mapped = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
             self._map = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -79,7 +79,7 @@ class HostMemory:
         if self._map is None:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         at = self._taken
-        self._taken += padded(size)
+        self._taken += padded_size(size)
         if not size:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=at, count=size)
@@ -90,7 +90,7 @@ class HostMemory:
         return x.data_ptr() + moved
 
 
-def padded(size: int) -> int:
+def padded_size(size: int) -> int:
     """Return the bytes that `HostMemory.take` uses for a tensor."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 

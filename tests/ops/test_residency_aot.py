@@ -29,9 +29,9 @@ def test_decisions_and_copies(arch):
             for dtype in (torch.int32, torch.int64):
                 ids = empty(8, 8, dtype=dtype)
                 residency.make_resident(ids, None, state, experts, slots)
-            residency._copy(experts, slots, 10, True)((256,), table, state, 0)
+            residency._copy_launch(experts, slots, 10, True)((256,), table, state, 0)
 
     kernels = aot.compile_launch(arch, launch)
     check_resources(kernels, arch)
-    copies = [k for k in kernels if k.metadata.name == "_copy_kernel"]
+    copies = [k for k in kernels if k.metadata.name == "_copy_experts_kernel"]
     assert copies and all(k.asm["ptx"].count(".v4.b32") >= 8 for k in copies)

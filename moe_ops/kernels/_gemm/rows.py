@@ -37,7 +37,7 @@ def _to_rows_kernel(source, rows, out, count, num_experts, PLAN: tl.constexpr, B
 
 
 @lru_cache(maxsize=2)
-def _launch(is_plan: bool) -> Launch:
+def _to_rows_launch(is_plan: bool) -> Launch:
     return Launch(_to_rows_kernel, PLAN=is_plan, BLOCK=BLOCK, num_warps=4)
 
 
@@ -56,5 +56,5 @@ def map_in_rows(expert_map: Tensor | None, rows: Tensor | None) -> Tensor | None
 def _to_rows(source: Tensor, rows: Tensor, *, is_plan: bool) -> Tensor:
     out, count = torch.empty_like(source, dtype=torch.int32), source.shape[0]
     grid = (cdiv(count, BLOCK),)
-    _launch(is_plan)(grid, source, rows, out, count, rows.shape[0])
+    _to_rows_launch(is_plan)(grid, source, rows, out, count, rows.shape[0])
     return out
