@@ -21,7 +21,7 @@ from token_layers import promised  # noqa: E402
 
 from moe_ops.dispatch.hopper_decode import FEW_CTAS, JOB_REGISTERS  # noqa: E402
 from moe_ops.kernels import gemm_sum, scaled_gemm, weight_only_gemm  # noqa: E402
-from moe_ops.kernels._hopper.decode_jobs_gemm import JobConstants  # noqa: E402
+from moe_ops.kernels._hopper.dequantized_jobs_gemm import JobConstants  # noqa: E402
 from moe_ops.kernels._runtime import launch as launching  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 

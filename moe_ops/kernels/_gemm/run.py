@@ -30,10 +30,10 @@ from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.scaled import ScaledGemm
 from moe_ops.kernels._gemm.scaled_slot import SlotGemm
 from moe_ops.kernels._gemm.weight_only import DequantizeGemm
-from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
-from moe_ops.kernels._hopper.decode_jobs_gemm import DecodeJobs
+from moe_ops.kernels._hopper.dequantized_gemm import DecodeGemm
+from moe_ops.kernels._hopper.dequantized_jobs_gemm import DecodeJobs
 from moe_ops.kernels._hopper.gemm import HopperGemm
-from moe_ops.kernels._hopper.token_gemm import TokenGemm
+from moe_ops.kernels._hopper.one_token_gemm import TokenGemm
 from moe_ops.kernels.quantize import moe_quantize
 from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
 from moe_ops.scheme import Quant

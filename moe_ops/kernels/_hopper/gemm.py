@@ -18,8 +18,8 @@ from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
+from moe_ops.kernels._hopper.gathered import hopper_gemm_kernel
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
-from moe_ops.kernels._hopper.packed import hopper_gemm_kernel
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._hopper.stream import hopper_stream_kernel
 from moe_ops.kernels._runtime.launch import Launch

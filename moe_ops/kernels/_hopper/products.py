@@ -1,4 +1,4 @@
-"""The main loops of the persistent Hopper GEMM (`packed`): ring of tiles, products, accumulators.
+"""The main loops of the persistent Hopper GEMM (`gathered`): ring of tiles, products, accumulators.
 
 A multiplying warp group accumulates 64 rows of a tile, or half of the columns of 64 rows, in one
 part or two. fp8 products are added to float32 accumulators outside of the tensor cores, one part
@@ -162,8 +162,8 @@ def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
 
     Row scales lie in the ring. They are loaded before the products that the stage's release waits
     for, and no other CTA fits on the SM that could delay these loads, so no fence follows them (it
-    took 0.9 % of the time; compare `decode_ring.release`). The gate rows of a weight part share one
-    scale and so do its up rows; these scales are loaded two steps ahead.
+    took 0.9 % of the time; compare `dequantized_stage.release`). Gate rows of a weight part share
+    one scale and so do its up rows; these scales are loaded two steps ahead.
     """
     PARTS: gl.constexpr = C.PARTS
     ROW: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)

@@ -1,4 +1,4 @@
-"""Tile schedules of the persistent Hopper GEMM kernel (`packed`): static or dynamic.
+"""Tile schedules of the persistent Hopper GEMM kernel (`gathered`): static or dynamic.
 
 Static: program p computes the tiles p, p + num_programs, ... All tiles take the same time, padding
 included, so programs stay in step and read shared data at the same time (neighbouring programs run

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels._gemm.tile import COUNTED, activate
-from moe_ops.kernels._hopper.packed import find_scales, load_box
+from moe_ops.kernels._hopper.gathered import find_scales, load_box
 from moe_ops.kernels._hopper.products import Ring, zeros
 from moe_ops.kernels._hopper.schedule import find_tile
 from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels._gemm.tile import COUNTED
-from moe_ops.kernels._hopper.decode_ring import (
+from moe_ops.kernels._hopper.dequantized_stage import (
     CHUNKS,
     add_together,
     copy_weights,
@@ -37,7 +37,7 @@ from moe_ops.kernels._hopper.decode_ring import (
     release,
     unit_of,
 )
-from moe_ops.kernels._hopper.decode_store import real_slots, store_units
+from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
 from moe_ops.kernels._hopper.fragments import UNIT, decoded, scale_rows
 from moe_ops.kernels._hopper.schedule import find_tile
 from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of

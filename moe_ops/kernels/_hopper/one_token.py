@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_ops.kernels._gemm.tile import activate
+from moe_ops.kernels._hopper.gathered import load_box
 from moe_ops.kernels._hopper.memory import reinterpret
-from moe_ops.kernels._hopper.packed import load_box
 from moe_ops.kernels._hopper.schedule import wait_for_group
 from moe_ops.kernels._hopper.vectors import PIECES, make_vectors, put_vectors
 from moe_ops.kernels._hopper.weights import (

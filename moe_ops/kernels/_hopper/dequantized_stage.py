@@ -25,8 +25,8 @@ from moe_ops.kernels._hopper.fragments import (
     load_pairs,
     pair_type,
 )
+from moe_ops.kernels._hopper.gathered import load_box
 from moe_ops.kernels._hopper.memory import reinterpret
-from moe_ops.kernels._hopper.packed import load_box
 
 CHUNKS = gl.constexpr(2)
 """Chunks of 64 numbers along K in a stage."""

@@ -1,14 +1,14 @@
 """Gluon kernel of GEMM 2 with the weighted sum over slots, for one token and packed weights.
 
 A program computes 16 columns of all slots, and so all terms of their sums. A job (see
-`decode_jobs`) is a slot or, with few slots, a part of K of a slot. If `GemmOperands.early` allows
-it, the kernel asks for its first words before it waits for GEMM 1's rows.
+`dequantized_jobs`) is a slot or, with few slots, a part of K of a slot. If `GemmOperands.early`
+allows it, the kernel requests its first words before it waits for GEMM 1's rows.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_ops.kernels._hopper.decode_jobs import (
+from moe_ops.kernels._hopper.dequantized_jobs import (
     ROWS,
     WARPS,
     Inputs,

@@ -1,15 +1,15 @@
 """Gluon kernel of an expert GEMM of few slots with packed weights: one token's GEMM 1.
 
 A program computes one slot's results from one or two strips of weight rows. A job (see
-`decode_jobs`) is an eighth of K. So programs are many and short: all fit on the GPU at once, and
-their words are under way soon after the routing is known.
+`dequantized_jobs`) is an eighth of K. So programs are many and short: all fit on the GPU at once,
+and their words are under way soon after the routing is known.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels._gemm.tile import activate
-from moe_ops.kernels._hopper.decode_jobs import (
+from moe_ops.kernels._hopper.dequantized_jobs import (
     ROWS,
     WARPS,
     Inputs,

@@ -29,12 +29,12 @@ from moe_ops.dispatch.tiles import cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.decode_few import (
+from moe_ops.kernels._hopper.dequantized_few import (
     ALONE,
     copying_registers,
     hopper_decode_few_kernel,
 )
-from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
+from moe_ops.kernels._hopper.dequantized_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch

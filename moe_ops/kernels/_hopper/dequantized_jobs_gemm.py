@@ -13,10 +13,10 @@ from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import JOB_CTAS, JOB_REGISTERS, Jobs, count_sums, divide
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of, wide
-from moe_ops.kernels._hopper.decode_jobs import ROWS, WARPS
-from moe_ops.kernels._hopper.decode_slot import hopper_decode_slot_kernel
-from moe_ops.kernels._hopper.decode_sum import hopper_decode_sum_kernel
+from moe_ops.kernels._hopper.dequantized_gemm import Constants, Variant, constants, variant_of, wide
+from moe_ops.kernels._hopper.dequantized_jobs import ROWS, WARPS
+from moe_ops.kernels._hopper.dequantized_slot import hopper_decode_slot_kernel
+from moe_ops.kernels._hopper.dequantized_sum import hopper_decode_sum_kernel
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import all_dense, dense, dense_vectors, map_size
 from moe_ops.scheme import get_scheme

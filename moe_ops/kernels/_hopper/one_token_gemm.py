@@ -10,8 +10,8 @@ from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.token import hopper_token_kernel, hopper_token_sum_kernel
-from moe_ops.kernels._hopper.token_sizes import TokenSizes, token_sizes
+from moe_ops.kernels._hopper.one_token import hopper_token_kernel, hopper_token_sum_kernel
+from moe_ops.kernels._hopper.one_token_sizes import TokenSizes, token_sizes
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import all_dense, dense_vectors, map_size
 

@@ -1,10 +1,11 @@
 """Gluon kernel of the expert GEMMs with packed weights for many rows on Hopper.
 
-As in `packed`, one warp copies tiles of both operands into a ring, and a warp schedules. As in
-`decode_few`, weights are the first operand of WGMMA and are decoded in registers. Two warp groups
-multiply, each its own units of weight rows with all rows of a tile: a weight is decoded once for up
-to 128 rows. A warp group has two sums; while the product of one is under way, it decodes the
-weights of the other. While one warp group waits, the other's products keep the tensor cores busy.
+As in `gathered`, one warp copies tiles of both operands into a ring, and a warp schedules. As in
+`dequantized_few`, weights are the first operand of WGMMA and are dequantized in registers. Two warp
+groups multiply, each its own units of weight rows with all rows of a tile: a weight is dequantized
+once for up to 128 rows. A warp group has two sums: while the product of one is in flight, the group
+dequantizes the weights of the other. While one warp group waits, the products of the other one keep
+the tensor cores busy.
 
 ptxas keeps the registers that a product reads until the product is waited for, as long as that
 happens in the same basic block; otherwise it would wait for every product at once (C7513). So all
@@ -16,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moe_ops.kernels._gemm.tile import COUNTED
-from moe_ops.kernels._hopper.decode_ring import (
+from moe_ops.kernels._hopper.dequantized_stage import (
     CHUNKS,
     add_together,
     copy_weights,
@@ -28,9 +29,9 @@ from moe_ops.kernels._hopper.decode_ring import (
     unit_of,
     widths,
 )
-from moe_ops.kernels._hopper.decode_store import real_slots, store_units
+from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
 from moe_ops.kernels._hopper.fragments import UNIT
-from moe_ops.kernels._hopper.packed import load_box
+from moe_ops.kernels._hopper.gathered import load_box
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._hopper.schedule import hear, make_queue, schedule
 from moe_ops.kernels._hopper.slots import Vectors, count_tiles

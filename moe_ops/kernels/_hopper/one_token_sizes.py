@@ -9,7 +9,7 @@ from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import PIECES, ROW_BYTES, TOKEN_ROWS, token_tiles, vector_pieces
 from moe_ops.dispatch.problem import STORED, GemmProblem
 from moe_ops.dispatch.tiles import cdiv, next_power_of_2
-from moe_ops.kernels._hopper.token import BOX_ROWS
+from moe_ops.kernels._hopper.one_token import BOX_ROWS
 from moe_ops.kernels._quantize.rounding import Rule, rule_of
 from moe_ops.scheme import get_scheme
 
