@@ -59,22 +59,35 @@ def planned_tiles(tiles, num_entries, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def count_tiles(tiles, num_slots, num_ids, num_entries, BLOCK_M: tl.constexpr):
+    """Number of row tiles: those of a plan, or one for each of few slots."""
+    return planned_tiles(tiles, num_entries, BLOCK_M) if num_ids is None else num_slots
+
+
+@triton.jit
+def expert_of_tile(tiles, expert_map, num_ids, num_experts, m, used):
+    """The expert of row tile m, -1 if there is none or the tile is not ``used`` (None: it is)."""
+    at = tiles + m if num_ids is not None else tiles + tl.load(tiles + 1) + m
+    expert = tl.load(at) if used is None else tl.load(at, mask=used, other=-1)
+    if num_ids is None:
+        expert = tl.where(expert < num_experts, expert, -1)
+    else:
+        expert = experts_of(expert, expert_map, num_ids, num_experts)
+    return expert
+
+
+@triton.jit
 def find_tile(
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """This program's row tile and column tile, and its expert, -1 if there is nothing to do."""
-    num_pid_m = planned_tiles(tiles, num_entries, BLOCK_M) if num_ids is None else num_slots
+    num_pid_m = count_tiles(tiles, num_slots, num_ids, num_entries, BLOCK_M)
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     used = tl.program_id(0) < num_pid_m * num_pid_n
     pid = tl.where(used, tl.program_id(0), 0)
     pid_m, pid_n = map_tile(pid, tl.maximum(num_pid_m, 1), num_pid_n, GROUP_M)
-    if num_ids is None:
-        expert = tl.load(tiles + tl.load(tiles + 1) + pid_m, mask=used, other=-1)
-        expert = tl.where(expert < num_experts, expert, -1)
-    else:
-        found = tl.load(tiles + pid_m, mask=used, other=-1)
-        expert = experts_of(found, expert_map, num_ids, num_experts)
+    expert = expert_of_tile(tiles, expert_map, num_ids, num_experts, pid_m, used)
     return pid_m, pid_n, expert.to(tl.int64)
 
 

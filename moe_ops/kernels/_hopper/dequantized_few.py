@@ -23,25 +23,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels._gemm.tile import COUNTED
+from moe_ops.kernels._gemm.tile import COUNTED, map_tile
 from moe_ops.kernels._hopper.dequantized_stage import (
     CHUNKS,
     add_together,
     copy_weights,
-    first_turn,
     group_layout,
     load_chunk,
     load_scales,
     make_ring,
-    next_turn,
     release,
     unit_of,
 )
 from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
+from moe_ops.kernels._hopper.find import expert_of, plan_arguments, slots_of
 from moe_ops.kernels._hopper.fragments import UNIT, decoded, scale_rows
-from moe_ops.kernels._hopper.schedule import find_tile
-from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
-from moe_ops.kernels._hopper.stream import load_rows, load_slots
+from moe_ops.kernels._hopper.memory import load_rows
+from moe_ops.kernels._hopper.ring import first_turn, next_turn, stage_to_fill, stage_to_read
+from moe_ops.kernels._hopper.stream import load_slots
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import HEADER
 
@@ -83,16 +82,15 @@ def copy_tiles(a, stride_am, descs, ring, v, C: gl.constexpr):
     ODD: gl.constexpr = C.K % (CHUNKS * UNIT) != 0
     chunk = gl.arange(0, CHUNKS * C.BLOCK_M, layout=OF_ROWS)[:, None] // C.BLOCK_M
     col = gl.arange(0, UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    stage, phase = first_turn()
+    turn = first_turn()
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
-        m, n = find_tile(tile, v.num_tiles, C)
+        m, n = map_tile(tile, v.num_tiles, C.NUM_N, C.GROUP_M)
         expert = expert_of(v, m)
         slot, real = load_slots(v, m, OF_ROWS, C)
         slot, real = of_chunks(slot, OF_ROWS), of_chunks(real.to(gl.int32), OF_ROWS) > 0
         row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am + col
         for k in range(C.STEPS):
-            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-            full = ring.full.index(stage)
+            stage, full = stage_to_fill(ring, turn)
             mbarrier.expect(full, C.STAGE_BYTES)
             copy_weights(descs, ring, stage, (expert, n, k), full, C)
             inside = real[:, None] & (col < UNIT)
@@ -101,7 +99,7 @@ def copy_tiles(a, stride_am, descs, ring, v, C: gl.constexpr):
             at = row + (k * CHUNKS + chunk) * UNIT
             load_rows(ring.rows.index(stage), at, mask=inside)
             async_copy.mbarrier_arrive(full, increment_count=False)
-            stage, phase = next_turn(stage, phase, C)
+            turn = next_turn(turn, C)
 
 
 @gluon.jit
@@ -179,11 +177,10 @@ def add_scaled(ring, stage, sums, C: gl.constexpr):
 def add_tile(turn, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     """Main loop: add the products of all stages of a tile."""
     for _ in range(C.STEPS):
-        stage, phase = turn
-        mbarrier.wait(ring.full.index(stage), phase)
+        stage = stage_to_read(ring, turn)
         sums = add_stage(ring, stage, sums, GROUP, C)
         release(ring, stage, C.BLOCK_M <= ALONE)
-        turn = next_turn(stage, phase, C)
+        turn = next_turn(turn, C)
     return sums, turn
 
 
@@ -234,7 +231,7 @@ def multiply(out, added, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
         more = needs_more(first, v, C)
         for index in range(first, v.num_tiles * C.NUM_N, gl.num_programs(0)):
             soon = needs_more(index + gl.num_programs(0), v, C)
-            tile = find_tile(index, v.num_tiles, C)
+            tile = map_tile(index, v.num_tiles, C.NUM_N, C.GROUP_M)
             if more:
                 turn = multiply_tile(out, added, ring, v, tile, turn, C.BLOCK_M, GROUP, C)
             else:
@@ -242,7 +239,7 @@ def multiply(out, added, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
             more = soon
     else:  # a tile has one slot
         for index in range(first, v.num_tiles * C.NUM_N, gl.num_programs(0)):
-            tile = find_tile(index, v.num_tiles, C)
+            tile = map_tile(index, v.num_tiles, C.NUM_N, C.GROUP_M)
             turn = multiply_tile(out, added, ring, v, tile, turn, HALF, GROUP, C)
 
 
@@ -250,7 +247,8 @@ def multiply(out, added, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
 def needs_more(index, v, C: gl.constexpr):
     """Whether more than half of a planned tile's rows are real; any answer after the last tile."""
     last = gl.maximum(v.num_tiles * C.NUM_N - 1, 0)
-    m, _ = find_tile(gl.minimum(index, last), gl.maximum(v.num_tiles, 1), C)
+    index = gl.minimum(index, last)
+    m, _ = map_tile(index, gl.maximum(v.num_tiles, 1), C.NUM_N, C.GROUP_M)
     _, more = slots_of(v, m, C.BLOCK_M // 2, C)
     return more
 
@@ -265,10 +263,9 @@ def hopper_decode_few_kernel(
     descs = w_desc, scale_desc, zero_desc
     ring = make_ring(a.dtype.element_ty, descs, 1 + 32 * COPYING, C)
     take_turn()
-    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    v = Vectors(
-        global_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
-    )
+    scales = global_scale, weight_scale
+    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
+    v = plan_arguments(scales, *told, C)
     added = bias, topk_weights, row_scale
     REGISTERS: gl.constexpr = copying_registers(C.BLOCK_M)
     if C.GROUPS == 1:

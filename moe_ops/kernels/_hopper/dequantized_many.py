@@ -21,20 +21,19 @@ from moe_ops.kernels._hopper.dequantized_stage import (
     CHUNKS,
     add_together,
     copy_weights,
-    first_turn,
     group_layout,
     make_ring,
-    next_turn,
     release,
     unit_of,
     widths,
 )
 from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
+from moe_ops.kernels._hopper.find import plan_arguments
 from moe_ops.kernels._hopper.fragments import UNIT
-from moe_ops.kernels._hopper.gathered import load_box
+from moe_ops.kernels._hopper.memory import load_box
 from moe_ops.kernels._hopper.products import BOX_ROWS
+from moe_ops.kernels._hopper.ring import first_turn, next_turn, stage_to_fill, stage_to_read
 from moe_ops.kernels._hopper.schedule import hear, make_queue, schedule
-from moe_ops.kernels._hopper.slots import Vectors, count_tiles
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import HEADER
 
@@ -49,12 +48,11 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
     OF_BOX: gl.constexpr = BOX_ROWS // C.PART_ROWS
     BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
     number = gl.to_tensor(0)
-    stage, phase = first_turn()
+    turn = first_turn()
     m, n, expert, _, parts = hear(queue, number, 1)
     while parts > 0:
         for k in range(C.STEPS):
-            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-            full = ring.full.index(stage)
+            stage, full = stage_to_fill(ring, turn)
             for count in gl.static_range(1, BOXES + 1):
                 # A number of boxes beside that of parts would be spilled.
                 mbarrier.expect(
@@ -70,7 +68,7 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
                     )
                     load_box(a_desc, at, full, to, pred=parts > box * OF_BOX)
             copy_weights(descs, ring, stage, (expert, n, k), full, C)
-            stage, phase = next_turn(stage, phase, C)
+            turn = next_turn(turn, C)
         number += 1
         m, n, expert, _, parts = hear(queue, number, 1)
 
@@ -79,11 +77,10 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
 def add_tile(turn, ring, sums, GROUP: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
     """Main loop: add the products of all stages of a tile."""
     for _ in range(C.STEPS):
-        stage, phase = turn
-        mbarrier.wait(ring.full.index(stage), phase)
+        stage = stage_to_read(ring, turn)
         sums = add_together(ring, stage, sums, GROUP * C.UNITS, False, ROWS, C)
         release(ring, stage, False)
-        turn = next_turn(stage, phase, C)
+        turn = next_turn(turn, C)
     return sums, turn
 
 
@@ -156,10 +153,9 @@ def hopper_decode_many_kernel(
     queue = make_queue(GROUPS + 1)
     fence_async_shared()
     take_turn(LONG=True)
-    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    v = Vectors(
-        global_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
-    )
+    scales = global_scale, weight_scale
+    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
+    v = plan_arguments(scales, *told, C)
     added = bias, topk_weights, row_scale
     gl.warp_specialize(
         [

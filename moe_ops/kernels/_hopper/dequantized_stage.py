@@ -9,12 +9,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from moe_ops.kernels._hopper.fragments import (
     PAIRS,
@@ -25,30 +23,13 @@ from moe_ops.kernels._hopper.fragments import (
     load_pairs,
     pair_type,
 )
-from moe_ops.kernels._hopper.gathered import load_box
-from moe_ops.kernels._hopper.memory import reinterpret
+from moe_ops.kernels._hopper.memory import load_box, reinterpret
+from moe_ops.kernels._hopper.ring import Ring, make_barriers
 
 CHUNKS = gl.constexpr(2)
 """Chunks of 64 numbers along K in a stage."""
 GROUP_THREADS = gl.constexpr(128)
 """Threads of a multiplying warp group, each of which releases a stage."""
-
-
-@aggregate
-class Ring:
-    """Ring of tiles in shared memory, with its barriers: see `products.Ring`."""
-
-    rows: gl.shared_memory_descriptor
-    words: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor
-    zeros: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, rows, words, scales, zeros, full, empty):
-        self.rows, self.words, self.scales, self.zeros = rows, words, scales, zeros
-        self.full, self.empty = full, empty
 
 
 @gluon.jit
@@ -70,34 +51,14 @@ def make_ring(DTYPE: gl.constexpr, descs, FILLING: gl.constexpr, C: gl.constexpr
     shape: gl.constexpr = [STAGES, CHUNKS * C.BLOCK_M, UNIT]
     rows = gl.allocate_shared_memory(DTYPE, shape, SWIZZLED)
     words = allocate_boxes(w_desc, STAGES, 1)
-    scales, zeros = words, words
+    scales, zeros = None, None
     if C.STAGE_GROUPS > 0:
         scales = allocate_boxes(scale_desc, STAGES, C.SCALE_PLACES)
     if C.ZERO_BYTES > 0:
         zeros = allocate_boxes(zero_desc, STAGES, C.ZERO_PLACES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=FILLING)
-        mbarrier.init(empty.index(stage), count=C.GROUPS * GROUP_THREADS)
+    barriers = make_barriers(STAGES, FILLING, C.GROUPS * GROUP_THREADS)
     fence_async_shared()
-    return Ring(rows, words, scales, zeros, full, empty)
-
-
-@gluon.jit
-def first_turn():
-    """The first stage, and its phase."""
-    return gl.to_tensor(0), gl.to_tensor(0)
-
-
-@gluon.jit
-def next_turn(stage, phase, C: gl.constexpr):
-    """The stage after a stage, and its phase, which changes each time around.
-
-    Counted, not divided: a barrier cannot be waited for before its address is known.
-    """
-    last = stage == C.STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+    return Ring(rows, words, scales, zeros, *barriers)
 
 
 @gluon.jit
@@ -122,7 +83,7 @@ def copy_weights(descs, ring, stage, place, full, C: gl.constexpr):
     OF_HALF: gl.constexpr = C.STAGE_UNITS // C.HALVES
     unit, group = n * OF_HALF, k * CHUNKS * UNIT // C.COLS if C.COLS > 0 else 0
     at = [expert, 0, unit, k * CHUNKS * (C.BITS // 2), 0]
-    load_box(w_desc, at, full, ring.words.index(stage))
+    load_box(w_desc, at, full, ring.weights.index(stage))
     if C.STAGE_GROUPS > 0:
         at = [expert, group, 0, unit * UNIT]
         load_box(scale_desc, at, full, ring.scales.index(stage * C.SCALE_PLACES))
@@ -162,10 +123,10 @@ def load_words(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.const
     words = ()
     for part in gl.static_range(PARTS):
         if C.MIXED:
-            words += (load_mixed_words(ring.words, stage, chunk * PARTS + part, unit, C),)
+            words += (load_mixed_words(ring.weights, stage, chunk * PARTS + part, unit, C),)
         else:
             first = (stage * C.STAGE_UNITS + place_of(unit, C)) * CHUNKS + chunk
-            view = reinterpret(ring.words, gl.int32, ALL, FLAT)
+            view = reinterpret(ring.weights, gl.int32, ALL, FLAT)
             words += (view.index(first * PARTS + part).load(WORDS),)
     return words
 

@@ -15,28 +15,22 @@ Source: the structure is that of CUTLASS's and DeepGEMM's warp-specialised kerne
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moe_ops.kernels._gemm.tile import COUNTED, activate
+from moe_ops.kernels._hopper.find import plan_arguments
+from moe_ops.kernels._hopper.memory import load_box
 from moe_ops.kernels._hopper.products import (
     BOX_ROWS,
-    Ring,
     add_products,
     add_scaled,
     add_wide,
     pass_by,
 )
+from moe_ops.kernels._hopper.ring import Ring, make_barriers, stage_to_fill, turn_of
 from moe_ops.kernels._hopper.schedule import hear, make_queue, schedule
-from moe_ops.kernels._hopper.slots import Vectors, count_tiles
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import HEADER
-
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""``tma.async_load`` from Triton 3.9 on, ``tma.async_copy_global_to_shared`` before."""
 
 
 @gluon.jit
@@ -51,9 +45,7 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
     while boxes > 0:
         row = first if C.ORDERED == "a" else m * C.BLOCK_M
         for k in range(C.STEPS):
-            stage = step % C.STAGES
-            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
-            full = ring.full.index(stage)
+            stage, full = stage_to_fill(ring, turn_of(step, C))
             for count in gl.static_range(1, BOXES + 1):
                 mbarrier.expect(full, BYTES + count * BOX_BYTES, pred=boxes == count)
             for box in gl.static_range(BOXES):
@@ -232,23 +224,18 @@ def hopper_gemm_kernel(
     boxes: gl.constexpr = [STAGES * (C.BLOCK_M // BOX_ROWS)]
     rows = gl.allocate_shared_memory(a_desc.dtype, boxes + a_desc.block_shape, a_desc.layout)
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
-    scales = rows
+    scales = None
     if C.SCALE_COLS is not None:
         shape: gl.constexpr = [STAGES] + scale_desc.block_shape
         scales = gl.allocate_shared_memory(gl.float32, shape, scale_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=C.GROUPS)
+    barriers = make_barriers(STAGES, 1, C.GROUPS)
     queue = make_queue(C.GROUPS + 1)
     fence_async_shared()
-    ring = Ring(rows, weights, scales, full, empty)
+    ring = Ring(rows, weights, scales, None, *barriers)
     take_turn(LONG=True)
-    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    v = Vectors(
-        row_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
-    )
+    scales = row_scale, weight_scale
+    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
+    v = plan_arguments(scales, *told, C)
     if C.GROUPS == 3:
         gl.warp_specialize(
             [
