@@ -14,39 +14,24 @@ Source: the structure of `stream`, with the register operand that humming and tr
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 
 from moe_ops.kernels._gemm.tile import COUNTED, map_tile
+from moe_ops.kernels._hopper.dequantized_products import ALONE, multiply_tile
 from moe_ops.kernels._hopper.dequantized_stage import (
     CHUNKS,
-    add_together,
     copy_weights,
-    group_layout,
-    load_chunk,
-    load_scales,
     make_ring,
-    release,
-    unit_of,
 )
-from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
 from moe_ops.kernels._hopper.find import expert_of, plan_arguments, slots_of
-from moe_ops.kernels._hopper.fragments import UNIT, decoded, scale_rows
+from moe_ops.kernels._hopper.fragments import UNIT
 from moe_ops.kernels._hopper.memory import load_rows
-from moe_ops.kernels._hopper.ring import first_turn, next_turn, stage_to_fill, stage_to_read
+from moe_ops.kernels._hopper.ring import first_turn, next_turn, stage_to_fill
 from moe_ops.kernels._hopper.stream import load_slots
 from moe_ops.kernels._runtime.dependent import take_turn
-from moe_ops.kernels._runtime.slots import HEADER
-
-ALONE = gl.constexpr(16)
-"""The largest row tile whose products each warp computes by itself (mma.sync). Half of a larger
-tile has 16 rows, too, which take less time by WGMMA."""
 
 
 @gluon.constexpr_function
@@ -103,119 +88,12 @@ def copy_tiles(a, stride_am, descs, ring, v, C: gl.constexpr):
 
 
 @gluon.jit
-def add_alone(ring, stage, sums, C: gl.constexpr):
-    """Add the products of a stage to ``sums``, one for each unit: each warp by itself."""
-    LAYOUT: gl.constexpr = sums[0].type.layout
-    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    ROWS: gl.constexpr = sums[0].shape[1]
-    UNITS: gl.constexpr = C.UNITS
-    for chunk in gl.static_range(CHUNKS):
-        rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M, ROWS, 0).permute((1, 0))
-        rows = rows.load(gl.DotOperandLayout(1, LAYOUT, 2))
-        more = ()
-        for i in gl.static_range(UNITS):
-            w = decoded(load_chunk(ring, stage, chunk, i, C), ring.rows.dtype, DOT, C)
-            more += (mma_v2(w, rows, sums[i]),)
-        sums = more
-    return sums
-
-
-@gluon.jit
-def add_unit(ring, stage, acc, unit: gl.constexpr, C: gl.constexpr):
-    """Add the products of one unit to ``acc``: by the whole warp group.
-
-    While the product of a chunk is under way, the weights of the next one are decoded.
-    """
-    LAYOUT: gl.constexpr = acc.type.layout
-    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    ROWS: gl.constexpr = acc.shape[1]
-    DTYPE: gl.constexpr = ring.rows.dtype
-    p = warpgroup_mma_init(acc)
-    coming = load_chunk(ring, stage, 0, unit, C)
-    for chunk in gl.static_range(CHUNKS):
-        rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M, ROWS, 0).permute((1, 0))
-        w = decoded(coming, DTYPE, DOT, C)
-        if chunk == 0:
-            fence_async_shared()  # see `add_together`
-        if chunk + 1 < CHUNKS:
-            coming = load_chunk(ring, stage, chunk + 1, unit, C)
-        p = warpgroup_mma(w, rows, p, is_async=True)
-    return warpgroup_mma_wait(0, [p])
-
-
-@gluon.jit
-def add_stage(ring, stage, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Add the products of a stage to ``sums``."""
-    if C.SCALED == "sums":
-        sums = add_scaled(ring, stage, sums, C)
-    elif C.BLOCK_M <= ALONE:
-        sums = add_alone(ring, stage, sums, C)
-    elif C.UNITS == 1:
-        sums = (add_unit(ring, stage, sums[0], GROUP, C),)
-    else:
-        of_units = (sums[0],), (sums[1],)
-        of_units = add_together(ring, stage, of_units, 0, True, sums[0].shape[1], C)
-        sums = of_units[0][0], of_units[1][0]
-    return sums
-
-
-@gluon.jit
-def add_scaled(ring, stage, sums, C: gl.constexpr):
-    """Add the products of a stage, times the scales of its weight rows: each warp by itself."""
-    LAYOUT: gl.constexpr = sums[0].type.layout
-    UNITS: gl.constexpr = C.UNITS
-    zero = gl.full(sums[0].shape, 0, gl.float32, LAYOUT)
-    parts = add_alone(ring, stage, (zero,) * UNITS, C)
-    more = ()
-    for i in gl.static_range(UNITS):
-        scale = scale_rows(load_scales(ring, stage, 0, i, C), ring.scales.dtype, LAYOUT)
-        more += (sums[i] + parts[i] * scale[:, None],)
-    return more
-
-
-@gluon.jit
-def add_tile(turn, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Main loop: add the products of all stages of a tile."""
-    for _ in range(C.STEPS):
-        stage = stage_to_read(ring, turn)
-        sums = add_stage(ring, stage, sums, GROUP, C)
-        release(ring, stage, C.BLOCK_M <= ALONE)
-        turn = next_turn(turn, C)
-    return sums, turn
-
-
-@gluon.constexpr_function
-def sums_layout(rows, C):
-    """The layout of a unit's sums over so many rows of a tile."""
-    if C.BLOCK_M <= ALONE:
-        return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    return group_layout(rows)
-
-
-@gluon.jit
-def multiply_tile(
+def multiply_at(
     out, added, ring, v, tile, turn, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """Compute and store the first ROWS rows of a tile; return the ring's next turn."""
-    LAYOUT: gl.constexpr = sums_layout(ROWS, C)
+    """`multiply_tile` of a tile's row and column."""
     m, n = tile
-    expert = expert_of(v, m)
-    zero = gl.full((UNIT, ROWS), 0, gl.float32, LAYOUT)
-    sums = (zero,) if C.UNITS == 1 else (zero, zero)
-    sums, turn = add_tile(turn, ring, sums, GROUP, C)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
-    if v.num_ids is None:
-        slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + row)
-    else:
-        slot = gl.where(row == 0, m, v.num_slots)
-    slots = real_slots(slot, expert, v)
-    units = (unit_of(n, GROUP, C),) if C.UNITS == 1 else (unit_of(n, 0, C), unit_of(n, 1, C))
-    bias, weights, row_scale = added
-    scale = None
-    if row_scale is not None:
-        scale = gl.load(row_scale + gl.minimum(slots[0], v.num_slots - 1) // C.TOP_K)
-    store_units(out, bias, weights, scale, sums, units, slots, expert, v, C)
-    return turn
+    return multiply_tile(out, added, ring, v, (m, n, expert_of(v, m)), turn, ROWS, GROUP, C)
 
 
 @gluon.jit
@@ -233,14 +111,14 @@ def multiply(out, added, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
             soon = needs_more(index + gl.num_programs(0), v, C)
             tile = map_tile(index, v.num_tiles, C.NUM_N, C.GROUP_M)
             if more:
-                turn = multiply_tile(out, added, ring, v, tile, turn, C.BLOCK_M, GROUP, C)
+                turn = multiply_at(out, added, ring, v, tile, turn, C.BLOCK_M, GROUP, C)
             else:
-                turn = multiply_tile(out, added, ring, v, tile, turn, HALF, GROUP, C)
+                turn = multiply_at(out, added, ring, v, tile, turn, HALF, GROUP, C)
             more = soon
     else:  # a tile has one slot
         for index in range(first, v.num_tiles * C.NUM_N, gl.num_programs(0)):
             tile = map_tile(index, v.num_tiles, C.NUM_N, C.GROUP_M)
-            turn = multiply_tile(out, added, ring, v, tile, turn, HALF, GROUP, C)
+            turn = multiply_at(out, added, ring, v, tile, turn, HALF, GROUP, C)
 
 
 @gluon.jit

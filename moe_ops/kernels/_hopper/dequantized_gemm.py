@@ -29,12 +29,9 @@ from moe_ops.dispatch.tiles import cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.dequantized_few import (
-    ALONE,
-    copying_registers,
-    hopper_decode_few_kernel,
-)
+from moe_ops.kernels._hopper.dequantized_few import copying_registers, hopper_decode_few_kernel
 from moe_ops.kernels._hopper.dequantized_many import hopper_decode_many_kernel
+from moe_ops.kernels._hopper.dequantized_products import ALONE
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
@@ -107,6 +104,8 @@ class Constants:
     ZERO_PLACES: int
     STAGE_BYTES: int
     """Bytes that TMA copies for a stage beside rows."""
+    GATHERED: bool
+    """Whether rows are gathered before the kernel and copied by TMA: see `pack`."""
     ON_DEMAND: bool
     """Whether the persistent schedule is dynamic: see `schedule`."""
     NUM_N: int
@@ -243,6 +242,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         ZERO_BYTES=copied.zeros // max(1, groups),
         ZERO_PLACES=places(stage_units * copied.zeros),
         STAGE_BYTES=stage_bytes(tiles, quant),
+        GATHERED=tiles.kernel != DECODE_FEW,
         ON_DEMAND=tiles.on_demand,
         NUM_N=cdiv(problem.weight[1], tiles.block_n),
         STEPS=cdiv(sizes.k, STAGE_K),

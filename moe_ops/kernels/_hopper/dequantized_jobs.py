@@ -20,7 +20,6 @@ from moe_ops.kernels._hopper.fragments import (
     chunk_groups,
     decoded,
     load_pairs,
-    restoring,
     words_layout,
 )
 from moe_ops.kernels._hopper.memory import load_rows, reinterpret, wait_for_group
@@ -345,28 +344,4 @@ def add_parts(sums, first, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     acc = sums.index(first).load(LAYOUT)
     for part in gl.static_range(1, PARTS):
         acc += sums.index(first + part).load(LAYOUT)
-    return acc
-
-
-@gluon.jit
-def finish_rows(acc, at, row_scale, weight, given, C: gl.constexpr):
-    """Sums of weight rows ``at`` (of all experts), scaled, weighted, with the bias.
-
-    ``row_scale``, ``weight``: numbers, or None. ``given``: scales of the weight, its global scales
-    and the bias.
-    """
-    scale, factors, bias = given
-    RESTORING: gl.constexpr = restoring(C)
-    if RESTORING != 1.0:
-        acc *= RESTORING
-    if row_scale is not None:
-        acc *= row_scale
-    if C.SCALED == "rows":
-        acc *= gl.load(scale + at // C.SCALE_ROWS).to(gl.float32)
-    if C.GLOBAL_ROWS > 0:
-        acc *= gl.load(factors + at // C.GLOBAL_ROWS)
-    if weight is not None:
-        acc *= weight
-    if bias is not None:
-        acc += gl.load(bias + at).to(gl.float32)
     return acc

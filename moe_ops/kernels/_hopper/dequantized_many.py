@@ -17,25 +17,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moe_ops.kernels._gemm.tile import COUNTED
+from moe_ops.kernels._hopper.dequantized_products import multiply_tile
 from moe_ops.kernels._hopper.dequantized_stage import (
     CHUNKS,
-    add_together,
     copy_weights,
-    group_layout,
     make_ring,
-    release,
-    unit_of,
-    widths,
 )
-from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
 from moe_ops.kernels._hopper.find import plan_arguments
 from moe_ops.kernels._hopper.fragments import UNIT
 from moe_ops.kernels._hopper.memory import load_box
 from moe_ops.kernels._hopper.products import BOX_ROWS
-from moe_ops.kernels._hopper.ring import first_turn, next_turn, stage_to_fill, stage_to_read
+from moe_ops.kernels._hopper.ring import first_turn, next_turn, stage_to_fill
 from moe_ops.kernels._hopper.schedule import hear, make_queue, schedule
 from moe_ops.kernels._runtime.dependent import take_turn
-from moe_ops.kernels._runtime.slots import HEADER
 
 GROUPS = gl.constexpr(2)
 """Multiplying warp groups."""
@@ -71,53 +65,6 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
             turn = next_turn(turn, C)
         number += 1
         m, n, expert, _, parts = hear(queue, number, 1)
-
-
-@gluon.jit
-def add_tile(turn, ring, sums, GROUP: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
-    """Main loop: add the products of all stages of a tile."""
-    for _ in range(C.STEPS):
-        stage = stage_to_read(ring, turn)
-        sums = add_together(ring, stage, sums, GROUP * C.UNITS, False, ROWS, C)
-        release(ring, stage, False)
-        turn = next_turn(turn, C)
-    return sums, turn
-
-
-@gluon.jit
-def no_sums(ROWS: gl.constexpr):
-    """Zeros for a unit's sums over the first ROWS rows of a tile, in pieces: see `widths`."""
-    WIDTHS: gl.constexpr = widths(ROWS)
-    PIECES: gl.constexpr = len(WIDTHS)
-    sums = ()
-    for i in gl.static_range(PIECES):
-        sums += (gl.full((UNIT, WIDTHS[i]), 0, gl.float32, group_layout(WIDTHS[i])),)
-    return sums
-
-
-@gluon.jit
-def multiply_tile(
-    out, added, ring, v, tile, turn, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
-    """Compute and store a warp group's share of the first ROWS rows of a tile."""
-    WIDTHS: gl.constexpr = widths(ROWS)
-    PIECES: gl.constexpr = len(WIDTHS)
-    FIRST: gl.constexpr = GROUP * C.UNITS
-    m, n, expert = tile
-    zero = no_sums(ROWS)
-    sums, turn = add_tile(turn, ring, (zero, zero), GROUP, ROWS, C)
-    units = unit_of(n, FIRST, C), unit_of(n, FIRST + 1, C)
-    bias, weights, row_scale = added
-    for i in gl.static_range(PIECES):
-        of_units = sums[0][i], sums[1][i]
-        column = gl.arange(0, WIDTHS[i], layout=gl.SliceLayout(0, sums[0][i].type.layout))
-        row = m * C.BLOCK_M + i * WIDTHS[0] + column
-        slots = real_slots(gl.load(v.tiles + HEADER + row), expert, v)
-        scale = None
-        if row_scale is not None:
-            scale = gl.load(row_scale + row, mask=slots[0] < slots[1], other=0.0)
-        store_units(out, bias, weights, scale, of_units, units, slots, expert, v, C)
-    return turn
 
 
 @gluon.jit

@@ -6,12 +6,8 @@ and zero points, and rows of tokens. TMA copies everything of the weight, each k
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 
 from moe_ops.kernels._hopper.fragments import (
@@ -19,7 +15,6 @@ from moe_ops.kernels._hopper.fragments import (
     UNIT,
     WORDS,
     chunk_groups,
-    decoded,
     load_pairs,
     pair_type,
 )
@@ -178,93 +173,3 @@ def load_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.const
     if C.ZERO_BYTES > 0:
         zero = load_groups(ring.zeros, stage, chunk, unit, C.ZERO_PLACES, 2 * C.BITS, C)
     return load_words(ring, stage, chunk, unit, C), scale, zero
-
-
-@gluon.constexpr_function
-def widths(ROWS):
-    """The columns of each piece of the sums over so many rows of a tile: powers of two."""
-    first = 2 ** (ROWS.bit_length() - 1)
-    return (first,) if first == ROWS else (first, ROWS - first)
-
-
-@gluon.constexpr_function
-def group_layout(columns):
-    """The layout of sums with so many columns, whose products a warp group computes together."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.jit
-def add_chunk(ring, stage, chunk: gl.constexpr, w, sums, ROWS: gl.constexpr, C: gl.constexpr):
-    """Start to add the products of a chunk's weights to each piece of a unit's sums."""
-    WIDTHS: gl.constexpr = widths(ROWS)
-    PIECES: gl.constexpr = len(WIDTHS)
-    more = ()
-    for i in gl.static_range(PIECES):
-        rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M + i * WIDTHS[0], WIDTHS[i], 0)
-        more += (warpgroup_mma(w, rows.permute((1, 0)), sums[i], is_async=True),)
-    return more
-
-
-@gluon.jit
-def under_way(sums):
-    """A unit's sums as those of products that were started."""
-    PIECES: gl.constexpr = len(sums)
-    more = ()
-    for i in gl.static_range(PIECES):
-        more += (warpgroup_mma_init(sums[i]),)
-    return more
-
-
-@gluon.jit
-def waited(LATER: gl.constexpr, products):
-    """A unit's sums, when no more than so many later products are under way."""
-    found = warpgroup_mma_wait(LATER, products)
-    return found if len(products) > 1 else (found,)
-
-
-@gluon.jit
-def add_together(
-    ring, stage, sums, FIRST: gl.constexpr, FENCED: gl.constexpr, ROWS: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """Add the products of the units from FIRST on to ``sums``: by the whole warp group.
-
-    While the product of one unit is under way, the weights of the other are decoded. Words are
-    loaded one product ahead, so that loads and products overlap.
-
-    ``sums``: of both units, each in the pieces of the first ROWS rows (see `widths`).
-
-    FENCED: threads wrote the rows, and WGMMA reads them through the async proxy, which takes a
-    fence. It waits for loads from shared memory, so it follows the first ones that are waited for.
-    """
-    DOT: gl.constexpr = gl.DotOperandLayout(0, sums[0][0].type.layout, 2)
-    PIECES: gl.constexpr = len(sums[0])
-    DTYPE: gl.constexpr = ring.rows.dtype
-    sum0, p1 = sums[0], under_way(sums[1])
-    next0 = load_chunk(ring, stage, 0, FIRST, C)
-    for chunk in gl.static_range(CHUNKS):
-        next1 = load_chunk(ring, stage, chunk, FIRST + 1, C)
-        w0 = decoded(next0, DTYPE, DOT, C)
-        if FENCED and chunk == 0:
-            fence_async_shared()
-        p0 = add_chunk(ring, stage, chunk, w0, sum0, ROWS, C)
-        if chunk + 1 < CHUNKS:
-            next0 = load_chunk(ring, stage, chunk + 1, FIRST, C)
-        sum1 = waited(PIECES, p1)
-        w1 = decoded(next1, DTYPE, DOT, C)
-        p1 = add_chunk(ring, stage, chunk, w1, sum1, ROWS, C)
-        sum0 = waited(PIECES, p0)
-    return sum0, waited(0, p1)
-
-
-@gluon.jit
-def release(ring, stage, FENCED: gl.constexpr):
-    """Let the copying warps overwrite a stage: each thread arrives, and waits for no other.
-
-    FENCED: words may still be on their way to registers. Without the fence TMA may overwrite them:
-    a load that was issued can wait behind loads from memory of other CTAs (seen on an H200). After
-    a product of registers that was waited for, its words have been read.
-    """
-    if FENCED:
-        fence_async_shared()  # words were loaded by threads, TMA writes through the async proxy
-    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)

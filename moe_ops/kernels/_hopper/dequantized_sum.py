@@ -18,9 +18,9 @@ from moe_ops.kernels._hopper.dequantized_jobs import (
     begin_columns,
     begin_weights,
     find_experts,
-    finish_rows,
     make_ring,
 )
+from moe_ops.kernels._hopper.dequantized_store import finish_sums
 from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.weights import Choices, expert_of
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -37,7 +37,7 @@ def slot_result(sums, slot: gl.constexpr, given, row_scale, choices, column, OUT
     scale = None
     if row_scale is not None:
         scale = gl.load(row_scale + slot)
-    acc = finish_rows(acc, at, scale, None, given, C).to(OUT).to(gl.float32)
+    acc = finish_sums(acc, scale, None, given, at, None, None, C).to(OUT).to(gl.float32)
     if choices.weights is not None:
         acc *= gl.load(choices.weights + slot).to(gl.float32)
     return gl.where(expert >= 0, acc, 0.0)

@@ -17,7 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from moe_ops.kernels._gemm.tile import COUNTED, activate
+from moe_ops.kernels._gemm.tile import COUNTED
+from moe_ops.kernels._hopper.epilogue import finish_sums, load_scales, weight_rows
 from moe_ops.kernels._hopper.find import plan_arguments
 from moe_ops.kernels._hopper.memory import load_box
 from moe_ops.kernels._hopper.products import (
@@ -65,51 +66,6 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
 
 
 @gluon.jit
-def weight_rows(first, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The weight row of each accumulator column, and whether it is inside.
-
-    The output columns of the accumulator begin at ``first``.
-    """
-    c = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
-    if C.GATED:
-        n = first + c // 16 * 8 + c % 8
-        row = n * C.STEP + (c // 8 % 2) * C.UP
-    else:
-        n = first + c
-        row = n
-    return row, n < C.N
-
-
-@gluon.jit
-def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
-    """Apply scales that span K or routing weights, the bias and the activation, in float32."""
-    COLS: gl.constexpr = acc.shape[1]
-    LAYOUT: gl.constexpr = acc.type.layout
-    RULE: gl.constexpr = C.RULE
-    acc = acc.to(gl.float32)
-    at, inside = weight_rows(first, COLS, LAYOUT, C)
-    if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
-        GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
-        scale = v.weight_scale + expert * GROUPS + at // C.SCALE_ROWS
-        w_scale = gl.load(scale, mask=inside, other=0.0)
-        acc *= row_scale[:, None] * w_scale[None, :]
-    if C.WEIGHTED:
-        weight = gl.convert_layout(row_scale.to(gl.float32), gl.SliceLayout(1, LAYOUT))
-        acc *= weight[:, None]
-    if bias is not None:
-        acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[
-            None, :
-        ]
-    if C.GATED:
-        pairs = acc.reshape((acc.shape[0], acc.shape[1] // 16, 2, 8)).permute((0, 1, 3, 2))
-        g, u = pairs.split()
-        acc = activate(g, u, RULE).reshape((acc.shape[0], acc.shape[1] // 2))
-    elif RULE is not None:
-        acc = activate(acc, acc, RULE)
-    return acc
-
-
-@gluon.jit
 def store_rows(out, value, slot, first, num_slots, C: gl.constexpr):
     """Store columns of rows to their slots, 64 columns at a time: 128 contiguous bytes per row."""
     COLS: gl.constexpr = value.shape[1]
@@ -153,7 +109,15 @@ def finish_and_store(
         finish_and_store(left, bias, row_scale, expert, first, v, out, slot, num_slots, C)
         finish_and_store(right, bias, row_scale, expert, first + THEN, v, out, slot, num_slots, C)
     else:
-        value = finish(acc, bias, row_scale, expert, first, v, C)
+        LAYOUT: gl.constexpr = acc.type.layout
+        rows = weight_rows(first, COLS, gl.SliceLayout(0, LAYOUT), C)
+        weight = None
+        if C.WEIGHTED:
+            weight = gl.convert_layout(row_scale.to(gl.float32), gl.SliceLayout(1, LAYOUT))
+        w_scale = None
+        if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
+            w_scale = load_scales(expert, rows, v, C)
+        value = finish_sums(acc, row_scale, w_scale, weight, bias, expert, rows, 1, C)
         store_rows(out, value, slot, first, num_slots, C)
 
 

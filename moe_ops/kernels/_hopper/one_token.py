@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe_ops.kernels._gemm.tile import activate
+from moe_ops.kernels._gemm.epilogue import activate_rows
 from moe_ops.kernels._hopper.memory import load_box, reinterpret, wait_for_group
 from moe_ops.kernels._hopper.ring import stage_to_fill, turn_of
 from moe_ops.kernels._hopper.vectors import PIECES, make_vectors, put_vectors
@@ -140,12 +140,7 @@ def multiply_rows(x, x_scale, bias, w_scale, h, ring, vectors, choices, G: gl.co
             acc = gl.sum(total, 1)
             if G.WEIGHTED:
                 acc *= gl.load(choices.weights + slot, mask=inside, other=0.0).to(gl.float32)
-            acc = scale_and_shift(acc, rows, bias, G)
-            if G.GATED:
-                g, u = acc.reshape((BOXES, 2, BOX_ROWS // 2)).permute((0, 2, 1)).split()
-                acc = activate(g, u, RULE).reshape((OUT,))
-            elif RULE is not None:
-                acc = activate(acc, acc, RULE)
+            acc = activate_rows(scale_and_shift(acc, rows, bias, G), RULE, BOX_ROWS // 2, None)
             value = gl.convert_layout(acc.to(h.dtype.element_ty), FLAT)
             i = gl.arange(0, OUT, layout=FLAT)
             at = box + i // WIDE

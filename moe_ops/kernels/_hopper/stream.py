@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels._gemm.tile import COUNTED, activate, map_tile
+from moe_ops.kernels._gemm.tile import COUNTED, map_tile
+from moe_ops.kernels._hopper.epilogue import RUN, finish_sums, load_scales
 from moe_ops.kernels._hopper.find import expert_of, plan_arguments, slots_of
 from moe_ops.kernels._hopper.gathered import find_scales
 from moe_ops.kernels._hopper.memory import load_box, load_rows
@@ -76,7 +77,7 @@ def gate_or_up(LAYOUT: gl.constexpr, C: gl.constexpr):
     """Which rows of a weight tile are gate rows, and the output column of each row."""
     r = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
     if C.GATED:
-        of_gate, n = r // 8 % 2 == 0, r // 16 * 8 + r % 8
+        of_gate, n = r // RUN % 2 == 0, r // (2 * RUN) * RUN + r % RUN
     else:
         of_gate, n = r >= 0, r
     return of_gate, n
@@ -139,8 +140,6 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, C.BLOCK_M, 32 // C.ITEMSIZE]
     )
-    RULE: gl.constexpr = C.RULE
-    GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
     of_gate, column = gate_or_up(LAYOUT, C)
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
@@ -156,27 +155,14 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
             acc, step = add_scaled(step, ring, scales[0], x_at, real, acc, LAYOUT, C)
         else:
             acc, step = add_products(step, ring, acc, C)
-            acc = acc.to(gl.float32)
         col = n * C.OUT_N + column
-        weight_row = gl.where(of_gate, col * C.STEP, col * C.STEP + C.UP)
-        inside = col < C.N
+        rows = gl.where(of_gate, col * C.STEP, col * C.STEP + C.UP), col < C.N
+        w_scale, x_scale = None, None
         if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
-            at = v.weight_scale + expert * GROUPS + weight_row // C.SCALE_ROWS
-            w_scale = gl.load(at, mask=inside, other=0.0)
+            w_scale = load_scales(expert, rows, v, C)
             x_scale = gl.load(v.row_scale + source * C.ROW_SCALE_STRIDE, mask=real, other=0.0)
-            acc *= x_scale[None, :] * w_scale[:, None]
-        if bias is not None:
-            at = bias + expert * C.WEIGHT_ROWS + weight_row
-            acc += gl.load(at, mask=inside, other=0.0).to(gl.float32)[:, None]
-        if C.GATED:
-            pairs = acc.reshape((C.BLOCK_N // 16, 2, 8, C.BLOCK_M)).permute((0, 2, 3, 1))
-            g, u = pairs.split()
-            acc_out = activate(g, u, RULE).reshape((C.OUT_N, C.BLOCK_M))
-        elif RULE is not None:
-            acc_out = activate(acc, acc, RULE)
-        else:
-            acc_out = acc
-        store_columns(out, acc_out, v, m, n, found, C)
+        acc = finish_sums(acc, x_scale, w_scale, None, bias, expert, rows, 0, C)
+        store_columns(out, acc, v, m, n, found, C)
 
 
 @gluon.jit
