@@ -59,7 +59,7 @@ def planned_tiles(tiles, num_entries, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def count_tiles(tiles, num_slots, num_ids, num_entries, BLOCK_M: tl.constexpr):
-    """Number of row tiles: those of a plan, or one for each of few slots."""
+    """Number of row tiles: the tiles of a plan, or one tile per slot."""
     return planned_tiles(tiles, num_entries, BLOCK_M) if num_ids is None else num_slots
 
 

@@ -1,4 +1,4 @@
-"""Gluon kernel of the expert GEMMs with packed weights for few rows on Hopper.
+"""Gluon kernel for few rows on Hopper that dequantizes weights in registers.
 
 The weights of a tile are copied as they are packed (`scheme.packed`), decoded in registers
 (`fragments`), and multiplied as the first operand of a matrix instruction; rows of tokens are the

@@ -1,4 +1,4 @@
-"""Launchers of the kernels for few slots with packed weights: of a slot, and with the sum."""
+"""Launchers of the kernels for few slots that dequantize weights in registers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from moe_ops.scheme import get_scheme
 
 @dataclass(frozen=True)
 class JobConstants:
-    """Constants of the kernels besides those of every GEMM with packed weights."""
+    """Constants of the kernels for few slots, beside the `Constants` of the product."""
 
     COUNT: int
     """Slots."""
     BLOCKS: int
-    """Programs that compute a slot's columns, or all slots' with the weighted sum."""
+    """Programs per slot; with the weighted sum, programs of all slots."""
     STRIPS: int
     """Strips of 16 weight rows of a job."""
     PARTS: int

@@ -1,4 +1,4 @@
-"""Gluon kernel of the expert GEMMs with packed weights for many rows on Hopper.
+"""Gluon kernel for many rows on Hopper that dequantizes weights in registers.
 
 As in `gathered`, one warp copies tiles of both operands into a ring, and a warp schedules. As in
 `dequantized_few`, weights are the first operand of WGMMA and are dequantized in registers. Two warp

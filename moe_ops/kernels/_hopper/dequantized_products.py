@@ -1,7 +1,7 @@
 """Products of the kernels that dequantize weights in registers: the main loop, and a whole tile.
 
-The sums of a warp group are those of its units of 64 weight rows, each in pieces along the rows of
-the tile (see `widths`).
+A warp group has one or two sums, one for each of its units of 64 weight rows. The columns of a sum
+are rows of the tile, in pieces whose widths are powers of two (see `widths`).
 """
 
 from triton.experimental import gluon
@@ -27,14 +27,14 @@ tile has 16 rows, too, which take less time by WGMMA."""
 
 @gluon.constexpr_function
 def widths(ROWS):
-    """The columns of each piece of the sums over so many rows of a tile: powers of two."""
+    """Widths of the pieces of a sum over ROWS rows of a tile: one or two powers of two."""
     first = 2 ** (ROWS.bit_length() - 1)
     return (first,) if first == ROWS else (first, ROWS - first)
 
 
 @gluon.constexpr_function
 def group_layout(columns):
-    """The layout of sums with so many columns, whose products a warp group computes together."""
+    """Layout of a sum whose products a warp group computes together (WGMMA)."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -52,7 +52,7 @@ def add_chunk(ring, stage, chunk: gl.constexpr, w, sums, ROWS: gl.constexpr, C: 
 
 @gluon.jit
 def under_way(sums):
-    """A unit's sums as those of products that were started."""
+    """Mark a unit's sums as results of asynchronous products."""
     PIECES: gl.constexpr = len(sums)
     more = ()
     for i in gl.static_range(PIECES):
@@ -62,7 +62,7 @@ def under_way(sums):
 
 @gluon.jit
 def waited(LATER: gl.constexpr, products):
-    """A unit's sums, when no more than so many later products are under way."""
+    """Wait until at most LATER products are in flight; return a unit's sums."""
     found = warpgroup_mma_wait(LATER, products)
     return found if len(products) > 1 else (found,)
 
@@ -199,7 +199,7 @@ def add_tile(turn, ring, sums, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.co
 
 @gluon.constexpr_function
 def sums_layout(rows, C):
-    """The layout of a unit's sums over so many rows of a tile."""
+    """Layout of a unit's sum over ``rows`` rows of a tile."""
     if C.BLOCK_M <= ALONE:
         return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     return group_layout(rows)

@@ -1,4 +1,4 @@
-"""The ring of tiles of the kernels for packed weights: allocation, copies, loads and products.
+"""Stages of the kernels that dequantize weights in registers: allocation, copies and loads.
 
 A stage has the words of a tile's units of 64 weight rows for `CHUNKS` chunks along K, their scales
 and zero points, and rows of tokens. TMA copies everything of the weight, each kind as one box.
@@ -58,10 +58,10 @@ def make_ring(DTYPE: gl.constexpr, descs, FILLING: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
-    """A tile's units of 64 weight rows, one warp group's after the other's.
+    """Number of a tile's unit of 64 weight rows; a warp group has one or two consecutive units.
 
-    They are neighbours, or those of a warp group are one of gate rows and one of their up rows.
-    MIXED ones have 32 gate rows and their up rows each, and are numbered in their order.
+    Units are neighbours in the weight, or a warp group has a unit of gate rows and the unit of
+    their up rows. A MIXED unit has 32 gate rows and their up rows.
     """
     if C.APART > 0 and not C.MIXED:
         found = n * C.GROUPS + unit // C.UNITS + unit % C.UNITS * C.APART

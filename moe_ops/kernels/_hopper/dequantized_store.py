@@ -1,4 +1,4 @@
-"""What follows the products in kernels for packed weights: scales, bias, activation, stores."""
+"""Epilogue of the kernels that dequantize weights in registers: see `_gemm.epilogue`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -115,7 +115,7 @@ def load_scales(scales, k, C: gl.constexpr):
 
 @gluon.jit
 def keep(scales, C: gl.constexpr):
-    """The same scales, plus 0.0: Triton 3.6 loses plain copies of loop-carried variables."""
+    """Copy scales by adding 0.0: Triton 3.6 loses plain copies of loop-carried variables."""
     PARTS: gl.constexpr = C.PARTS
     kept = ()
     for part in gl.static_range(PARTS):
