@@ -24,7 +24,6 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels._hopper.weights import load_words
 from moe_ops.kernels._runtime import launch
 
 LOCAL = threading.local()
@@ -296,9 +295,7 @@ def _function(value: Any, raw: FunctionType, known: dict[int, Any]) -> Any:
     known[id(value)] = copy
     names["__builtins__"] = raw.__globals__["__builtins__"]
     for name in _names(raw.__code__):
-        if raw.__globals__.get(name) is load_words:
-            names[name] = load_rows
-        elif name in MEANINGS:
+        if name in MEANINGS:
             names[name] = MEANINGS[name]
         elif name == "tl":
             names[name] = LANGUAGE

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moe_ops.kernels._hopper.schedule import wait_for_group
+from moe_ops.kernels._hopper.memory import wait_for_group
 
 COUNT, ROUNDS = gl.constexpr(128), gl.constexpr(4)
 

@@ -18,13 +18,13 @@ from moe_ops.dispatch.tile_plan import split_tiles
 from moe_ops.dispatch.tiles import TileConfig, cdiv, is_direct, max_row_tiles, row_tile
 from moe_ops.fake_impls.expert_dgrad import expert_dgrad as empty_rows
 from moe_ops.kernels._gemm.dequantize import Format, load_groups, plain_numbers, scale_value, spread
+from moe_ops.kernels._gemm.epilogue import store_tile
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
     add_dot,
     columns_of,
     find_tile,
     load_slots,
-    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._gemm.unpack import plain_data

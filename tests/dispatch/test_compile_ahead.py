@@ -96,7 +96,7 @@ def test_errors_are_told():
         ("mxfp4_w4a16", 512, 1, {"ctas": 1, "num_stages": 6}, "hopper_decode_few_kernel"),
         ("int8_w8a16", 8192, 2, {"on_demand": False}, "hopper_decode_many_kernel"),
         ("fp8_channel", 8, 2, {"num_stages": 3}, "hopper_stream_kernel"),
-        ("unquantized", 64, 1, {"num_warps": 8}, "_expert_gemm_gated_kernel"),
+        ("unquantized", 64, 1, {"num_warps": 8}, "_expert_gemm_kernel"),
     ],
 )
 def test_a_trial_is_compiled_without_memory(scheme, tokens, which, changes, name):

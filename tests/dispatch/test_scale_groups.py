@@ -20,7 +20,7 @@ from moe_ops.scheme import get_scheme
 
 pytest.importorskip("triton")
 
-from moe_ops.kernels._hopper import packed  # noqa: E402
+from moe_ops.kernels._hopper import epilogue, gathered  # noqa: E402
 from moe_ops.kernels._hopper.gemm import RowFacts, constants  # noqa: E402
 
 HALVES, ALTERNATING, NO_GATE = "silu", "swigluoai", "relu2_no_mul"
@@ -64,7 +64,9 @@ def test_up_rows_that_begin_inside_a_group():
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The kernels' index computations run on NumPy arrays."""
-    monkeypatch.setattr(packed, "gl", ON_CPU)
+    for module in (epilogue, gathered):
+        monkeypatch.setattr(module, "gl", ON_CPU)
+    monkeypatch.setattr(epilogue, "RUN", epilogue.RUN.value)
 
 
 def has_right_scales(c, kernel):
@@ -72,10 +74,10 @@ def has_right_scales(c, kernel):
     by_columns = 2 if kernel == PACKED and c.BY_COLUMNS else 1
     share, cols = c.OUT_N // by_columns, c.BLOCK_N // by_columns // c.PARTS
     for first in range(0, c.NUM_N * c.OUT_N, share):
-        scales = packed.find_scales.fn(0, first, SimpleNamespace(weight_scale=0), c)
+        scales = gathered.find_scales.fn(0, first, SimpleNamespace(weight_scale=0), c)
         assert len(scales) == c.PARTS
         for part, (gate, up) in enumerate(scales):
-            row, inside = packed.weight_rows.fn(first + part * (share // c.PARTS), cols, None, c)
+            row, inside = epilogue.weight_rows.fn(first + part * (share // c.PARTS), cols, None, c)
             of_up = np.arange(cols) // 8 % 2 == 1 if c.GATED else np.zeros(cols, bool)
             used = np.where(of_up, up, gate)
             if np.any((row // c.SCALE_ROWS * c.STEPS != used)[inside]):

@@ -12,7 +12,7 @@ import moe_ops
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.layer.forms import forms_of
 from moe_ops.layer.saving import checkpoint_tensors
-from moe_ops.pipeline import packing
+from moe_ops.pipeline import forms
 from moe_ops.scheme import as_fp8, dequantize_weight, exact_fp8_scheme
 from moe_ops.testing import Inputs, Problem, assert_layer_matches, bounded_oracle
 
@@ -288,7 +288,7 @@ def on_gpu(monkeypatch):
     """Weights count as those of a GPU, whose architecture is given."""
 
     def arch(number):
-        monkeypatch.setattr(packing, "known_arch", lambda device: number)
+        monkeypatch.setattr(forms, "known_arch", lambda device: number)
 
     return arch
 

@@ -12,7 +12,7 @@ from moe_ops import QTensor, pack_weight
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.layer.forms import packed_of
 from moe_ops.layer.saving import checkpoint_tensors
-from moe_ops.pipeline import packing
+from moe_ops.pipeline import forms
 
 E, K, H, I, T = 4, 2, 128, 64, 5  # noqa: E741
 SCHEMES = ["int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16", "fp8_w8a16", "int4_w4a8_g128"]
@@ -277,7 +277,7 @@ BF16 = {"params_dtype": torch.bfloat16}
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Weights count as those of a GPU, which is Hopper unless another one is assumed."""
-    monkeypatch.setattr(packing, "known_arch", lambda device: 90)
+    monkeypatch.setattr(forms, "known_arch", lambda device: 90)
 
 
 @pytest.mark.usefixtures("on_gpu")

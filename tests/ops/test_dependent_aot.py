@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
 from moe_ops.kernels import activation
-from moe_ops.kernels._hopper import token_sizes
+from moe_ops.kernels._hopper import one_token_sizes as token_sizes
 from moe_ops.kernels._runtime import dependent
 from moe_ops.ops import STAGES  # noqa: E402
 

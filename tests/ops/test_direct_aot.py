@@ -19,7 +19,7 @@ from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, GLOBAL, K, N, TOP_K = 64, 128, 2048, 768, 8
 SCHEMES = {
-    "unquantized": ["_expert_gemm_gated_kernel", "_expert_gemm_kernel"],
+    "unquantized": ["_expert_gemm_kernel"] * 2,
     "fp8_channel": ["scaled_gemm_kernel"] * 2,
     "fp8_block128": ["scaled_gemm_kernel"] * 2,
     "int4_w4a16_g32": ["weight_only_gemm_kernel"] * 2,

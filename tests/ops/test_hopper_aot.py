@@ -24,8 +24,8 @@ from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, widths  # 
 from moe_ops.dispatch.row_tiles import HOPPER, INVARIANT
 from moe_ops.dispatch.tiles import Gemm, row_tile
 from moe_ops.kernels import expert_product
+from moe_ops.kernels._hopper import gathered as hopper_tile
 from moe_ops.kernels._hopper import gemm as hopper_gemm
-from moe_ops.kernels._hopper import packed as hopper_tile
 from moe_ops.kernels._hopper import stream as hopper_stream
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]

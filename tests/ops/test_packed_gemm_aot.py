@@ -21,8 +21,8 @@ from products import scaled_product, stored_product, stored_sum, weight_of  # no
 from token_layers import promised  # noqa: E402
 
 from moe_ops.dispatch.hopper_decode import FEW_CTAS, JOB_REGISTERS  # noqa: E402
-from moe_ops.kernels import expert_product  # noqa: E402
-from moe_ops.kernels._hopper.decode_jobs_gemm import JobConstants  # noqa: E402
+from moe_ops.kernels import expert_product
+from moe_ops.kernels._hopper.dequantized_jobs_gemm import JobConstants  # noqa: E402
 from moe_ops.kernels._runtime import launch as launching  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 

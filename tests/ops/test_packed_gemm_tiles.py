@@ -22,7 +22,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
+    from moe_ops.kernels._hopper.dequantized_gemm import DecodeGemm
 elif HAS_CUDA:
     from moe_ops.kernels import expert_product
 

@@ -33,7 +33,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._hopper.decode_jobs_gemm import DecodeJobs
+    from moe_ops.kernels._hopper.dequantized_jobs_gemm import DecodeJobs
     from moe_ops.tensors import Tiles
 
 

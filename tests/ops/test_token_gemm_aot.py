@@ -19,9 +19,10 @@ from token_layers import Layer, promised  # noqa: E402
 
 from moe_ops.dispatch.hopper import LEAST_TOKEN_STAGES  # noqa: E402
 from moe_ops.kernels import expert_product, weight_and_reduce
+from moe_ops.kernels._hopper import one_token as hopper_token
+from moe_ops.kernels._hopper import one_token_gemm as token_gemm
+from moe_ops.kernels._hopper import one_token_sizes as token_sizes
 from moe_ops.kernels._hopper import stream as hopper_stream
-from moe_ops.kernels._hopper import token as hopper_token
-from moe_ops.kernels._hopper import token_gemm, token_sizes
 from moe_ops.kernels._runtime import launch
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]

@@ -16,7 +16,7 @@ import moe_ops  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
-from moe_ops.kernels._hopper import decode_gemm  # noqa: E402
+from moe_ops.kernels._hopper import dequantized_gemm  # noqa: E402
 from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
 from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
@@ -80,7 +80,7 @@ def launched(layer, target, mode):
             if isinstance(c, Constants):
                 tiles = (c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, c.ON_DEMAND)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
-            elif isinstance(c, decode_gemm.Constants) and kernel is not None:
+            elif isinstance(c, dequantized_gemm.Constants) and kernel is not None:
                 tiles = (c.BLOCK_M, 64 * c.STAGE_UNITS, c.GROUP_M, c.STAGES, c.ON_DEMAND, c.CTAS)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
         if name in JOBS:

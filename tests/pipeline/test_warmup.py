@@ -25,7 +25,7 @@ from moe_ops.testing import Problem, make_inputs
 
 def compiled():
     """What was compiled so far."""
-    from moe_ops.kernels._hopper.packed import hopper_gemm_kernel
+    from moe_ops.kernels._hopper.gathered import hopper_gemm_kernel
     from moe_ops.kernels._hopper.stream import hopper_stream_kernel
     from moe_ops.kernels._runtime.launch import COMPILED
 

@@ -22,7 +22,6 @@ GEMM = (
 ROWS = "rows with their scales and routing, sizes, strides, and constants of the formats"
 WIDE_KERNELS = {
     "_expert_gemm_kernel": GEMM,
-    "_expert_gemm_gated_kernel": GEMM,
     "_expert_dgrad_kernel": GEMM,
     "scaled_gemm_kernel": GEMM,
     "scaled_gemm_slot_kernel": GEMM,

@@ -93,7 +93,7 @@ def _in_jobs(
         "all programs must find room on the GPU at once",
         lambda problem, device: tiles(problem, device) is not None,
     )
-    launcher, kind = "_hopper.decode_jobs_gemm:DecodeJobs", (FRAGMENTS, product)
+    launcher, kind = "_hopper.dequantized_jobs_gemm:DecodeJobs", (FRAGMENTS, product)
     conditions = (*CONDITIONS, *more, room)
     return Family(kernel, launcher, kind, conditions, tiles, buffers=_widened, sums=sums, **READS)
 
@@ -139,7 +139,7 @@ def _few_groups(problem: GemmProblem) -> Sequence[int]:
     return FEW_GROUPS if load else ()
 
 
-LAUNCHER = "_hopper.decode_gemm:DecodeGemm"
+LAUNCHER = "_hopper.dequantized_gemm:DecodeGemm"
 MANY = Dequantizing(
     DECODE_MANY, LAUNCHER, (FRAGMENTS, NO_SUM), (*CONDITIONS, PLANNED),
     lambda problem, device: many_tiles(problem.sizes, _quant(problem), device),

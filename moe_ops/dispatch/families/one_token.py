@@ -58,7 +58,7 @@ def _family(kernel: str, product: Condition, *, sums: bool) -> Family:
                   lambda problem, device: _tiles(problem, device).num_stages >= LEAST_TOKEN_STAGES),
     )  # fmt: skip
     return Family(
-        kernel, "_hopper.token_gemm:TokenGemm", (product, OPERANDS), conditions, _tiles,
+        kernel, "_hopper.one_token_gemm:TokenGemm", (product, OPERANDS), conditions, _tiles,
         quantizes=(EACH, ALL), buffers=lambda problem: (), sums=sums,
     )  # fmt: skip
 

@@ -11,15 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels._gemm.tile import (
-    COUNTED,
-    activate,
-    columns_of,
-    find_tile,
-    load_slots,
-    load_tile,
-    store_tile,
-)
+from moe_ops.kernels._gemm.epilogue import activate_rows, store_tile
+from moe_ops.kernels._gemm.tile import COUNTED, columns_of, find_tile, load_slots, load_tile
 from moe_ops.kernels._gemm.weight_only import (
     StoredGemm,
     finish_sums,
@@ -42,18 +35,6 @@ def load_scales(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FOR
         if FORMAT.scale == "e4m3":
             scales = scales.to(tl.float8e4nv, bitcast=True)
     return scales
-
-
-@triton.jit
-def columns(acc, RULE: tl.constexpr):
-    """Apply the activation to a tile's sums, in which gate and up columns alternate."""
-    if RULE is not None:
-        if RULE.gated:
-            g, u = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
-            acc = activate(g, u, RULE)
-        else:
-            acc = activate(acc, acc, RULE)
-    return acc
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -109,7 +90,7 @@ def block_scaled_gemm_kernel(
         tl.trans(acc), scales, a_scales, w_global_scale, bias, None, expert, row, slot, real,
         inside, FORMAT, ROWS,
     )  # fmt: skip
-    acc = columns(acc, RULE)
+    acc = activate_rows(acc, RULE, 1, 1)
     n, n_inside = columns_of(pid_n, N, BLOCK_N)
     store_tile(out, acc, slot, n, real, n_inside, N)
 

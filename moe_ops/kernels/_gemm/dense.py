@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.dispatch.gemm_plan import GemmPlan
-from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tile_plan import split_tiles
 from moe_ops.dispatch.tiles import (
     TileConfig,
@@ -25,24 +25,21 @@ from moe_ops.dispatch.tiles import (
     own_plan,
     with_own_plan,
 )
+from moe_ops.kernels._gemm.epilogue import activate, add_bias, multiply_by, store_tile
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
-    add_bias,
     add_dot,
     columns_of,
     find_tile,
     load_slots,
     load_tile,
     rows_between,
-    scale_rows,
-    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
-from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.align import sorted_slots
 
 
@@ -52,11 +49,14 @@ def _expert_gemm_kernel(
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
-    ADDS: tl.constexpr,
-    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    ADDS: tl.constexpr, RULE: tl.constexpr, STEP: tl.constexpr, UP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ w[e].T + bias[e])``; ADDS: added to out[s]."""
+    """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ w[e].T + bias[e])``; ADDS: added to out[s].
+
+    RULE is the `Formula` of f or None, N counts output columns. STEP is the distance in weight rows
+    from one column to the next, UP from a gate row to its up row (0 without a gate).
+    """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
@@ -64,74 +64,41 @@ def _expert_gemm_kernel(
     )  # fmt: skip
     if expert < 0:
         return
+    WEIGHT_ROWS: tl.constexpr = 2 * N if UP > 0 else N
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
+    w_row = STEP * n
     k = tl.arange(0, BLOCK_K)
     source = rows_between(tiles, pid_m, slot // TOP_K, num_slots, num_ids, ORDERED == "a", BLOCK_M)
     a_tile = a + source[:, None] * stride_am + k[None, :]
-    w_tile = w + expert * stride_we + n[None, :] * stride_wn + k[:, None] * stride_wk
+    w_tile = w + expert * stride_we + w_row[None, :] * stride_wn + k[:, None] * stride_wk
+    u_tile = w_tile + UP * stride_wn
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
         y = load_tile(w_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
+        if UP > 0:
+            z = load_tile(u_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
         acc = add_dot(acc, x, y)
+        if UP > 0:
+            up = add_dot(up, x, z)
 
-    acc = scale_rows(acc, topk_weights, slot, real)
-    acc = add_bias(acc, bias, expert, n, inside, N)
-    if FUNCTION is not None:
-        acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
+    first = expert * WEIGHT_ROWS
+    acc = multiply_by(acc, topk_weights, slot, real, 0)
+    acc = add_bias(acc, bias, first, w_row, inside, 1)
+    if UP > 0:
+        up = multiply_by(up, topk_weights, slot, real, 0)
+        up = add_bias(up, bias, first, w_row + UP, inside, 1)
+    if RULE is not None:
+        acc = activate(acc, up, RULE)
     row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
     if ADDS:
         there = out + row[:, None] * N + n[None, :]
         acc += tl.load(there, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
     store_tile(out, acc, row, n, real, inside, N)
-
-
-@triton.jit(do_not_specialize=COUNTED)
-def _expert_gemm_gated_kernel(
-    a, w, bias, topk_weights, out,
-    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
-    stride_am, stride_we, stride_wn, stride_wk,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """`_expert_gemm_kernel` with gate and up: ``out[s] = f(gate, up)``; N counts output columns."""
-    take_turn(LONG=True)
-    pid_m, pid_n, expert = find_tile(
-        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
-        N, BLOCK_M, BLOCK_N, GROUP_M,
-    )  # fmt: skip
-    if expert < 0:
-        return
-    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
-    n, inside = columns_of(pid_n, N, BLOCK_N)
-    n_inside = None if N % BLOCK_N == 0 else inside
-    gate_row = 2 * n if INTERLEAVED else n
-    UP: tl.constexpr = 1 if INTERLEAVED else N
-    k = tl.arange(0, BLOCK_K)
-    a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
-    g_tile = w + expert * stride_we + gate_row[None, :] * stride_wn + k[:, None] * stride_wk
-    u_tile = g_tile + UP * stride_wn
-
-    g = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
-        y = load_tile(g_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
-        z = load_tile(u_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
-        g = add_dot(g, x, y)
-        u = add_dot(u, x, z)
-
-    g = add_bias(scale_rows(g, topk_weights, slot, real), bias, expert, gate_row, inside, 2 * N)
-    u = scale_rows(u, topk_weights, slot, real)
-    u = add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
-    value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
-    store_tile(out, value, row, n, real, inside, N)
 
 
 class DenseGemm:
@@ -145,7 +112,7 @@ class DenseGemm:
         self.rule, self.part = sizes.rule, cuts_up(sizes, tiles)
         self.programs = max_programs(sizes, tiles)
         how = (sizes.n, sizes.k, problem.top_k, problem.permuted, problem.activation, tiles)
-        self.launch = _gated(*how) if sizes.halves == 2 else _plain(*how, problem.adds)
+        self.launch = _launch(*how, problem.adds)
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
@@ -161,7 +128,7 @@ class DenseGemm:
 
 
 @lru_cache(maxsize=1024)
-def _plain(
+def _launch(
     n: int,
     k: int,
     top_k: int,
@@ -170,36 +137,7 @@ def _plain(
     tiles: TileConfig,
     adds: bool,
 ) -> Launch:
-    """Launch of the kernel with one accumulator per tile."""
     rule = formula(activation) if activation else None
-    return Launch(
-        _expert_gemm_kernel,
-        N=n,
-        K=k,
-        TOP_K=top_k,
-        ORDERED=ordered,
-        ADDS=adds,
-        FUNCTION=rule and rule.function,
-        LIMIT=rule and rule.limit,
-        ALPHA=rule and rule.alpha,
-        BETA=rule and rule.beta,
-        **tiles.constants(),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _gated(
-    n: int, k: int, top_k: int, ordered: str | None, activation: str, tiles: TileConfig
-) -> Launch:
-    """Launch of the kernel with a gate and an up accumulator per tile."""
-    rule = formula(activation)
-    return Launch(
-        _expert_gemm_gated_kernel,
-        N=n,
-        K=k,
-        TOP_K=top_k,
-        ORDERED=ordered,
-        INTERLEAVED=rule.interleaved,
-        **constants(rule),
-        **tiles.constants(),
-    )
+    step, up, *_ = WeightRows.of(rule, n, None, None)
+    sizes = {"N": n, "K": k, "TOP_K": top_k, "ORDERED": ordered, "ADDS": adds, "RULE": rule}
+    return Launch(_expert_gemm_kernel, STEP=step, UP=up, **sizes, **tiles.constants())

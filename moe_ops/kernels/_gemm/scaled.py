@@ -19,16 +19,14 @@ from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.portable import scale_groups
 from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tiles import TileConfig, max_programs
+from moe_ops.kernels._gemm.epilogue import activate, add_bias, store_tile
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
-    activate,
-    add_bias,
     columns_of,
     find_tile,
     load_slots,
     load_tile,
-    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -145,7 +143,7 @@ def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.con
     """Apply scales that span K, and add the bias of each weight row."""
     if LAYOUT.cols is None:
         acc = apply_scales(acc, x_scale, w_scale, LAYOUT)
-    return add_bias(acc, bias, expert, row, inside, LAYOUT.weight_rows)
+    return add_bias(acc, bias, expert * LAYOUT.weight_rows, row, inside, 1)
 
 
 @triton.jit(do_not_specialize=COUNTED)

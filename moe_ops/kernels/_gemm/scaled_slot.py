@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.dispatch.tiles import TileConfig, max_programs, next_power_of_2
+from moe_ops.kernels._gemm.epilogue import activate
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.scaled import (
     Variant,
@@ -25,14 +26,7 @@ from moe_ops.kernels._gemm.scaled import (
     load_weight_scales,
     zero_sums,
 )
-from moe_ops.kernels._gemm.tile import (
-    COUNTED,
-    activate,
-    columns_of,
-    find_tile,
-    load_tile,
-    tile_arguments,
-)
+from moe_ops.kernels._gemm.tile import COUNTED, columns_of, find_tile, load_tile, tile_arguments
 from moe_ops.kernels._quantize.rounding import encode, magnitude, rule_of, scale_of
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch

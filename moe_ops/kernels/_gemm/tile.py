@@ -1,4 +1,4 @@
-"""Steps shared by the expert GEMM kernels: finding tiles, loading operands, epilogues.
+"""Steps that the expert GEMM kernels share: find a tile, load operands, multiply.
 
 Kernels take the plan arguments ``tiles, expert_map, num_slots, num_ids, num_experts, num_entries``
 from `tile_arguments`. ``tiles`` is a plan of ``num_entries``; or, if ``num_ids`` is not None, the
@@ -15,7 +15,6 @@ import triton.language as tl
 
 from moe_ops.dispatch.tile_plan import plan_to_read
 from moe_ops.kernels._runtime.slots import HEADER, experts_of
-from moe_ops.kernels.activation import gate, gate_up
 from moe_ops.tensors import AnyTiles
 
 COUNTED = ["num_slots", "num_ids", "num_experts", "num_entries"]
@@ -59,22 +58,35 @@ def planned_tiles(tiles, num_entries, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def count_tiles(tiles, num_slots, num_ids, num_entries, BLOCK_M: tl.constexpr):
+    """Number of row tiles: the tiles of a plan, or one tile per slot."""
+    return planned_tiles(tiles, num_entries, BLOCK_M) if num_ids is None else num_slots
+
+
+@triton.jit
+def expert_of_tile(tiles, expert_map, num_ids, num_experts, m, used):
+    """The expert of row tile m, -1 if there is none or the tile is not ``used`` (None: it is)."""
+    at = tiles + m if num_ids is not None else tiles + tl.load(tiles + 1) + m
+    expert = tl.load(at) if used is None else tl.load(at, mask=used, other=-1)
+    if num_ids is None:
+        expert = tl.where(expert < num_experts, expert, -1)
+    else:
+        expert = experts_of(expert, expert_map, num_ids, num_experts)
+    return expert
+
+
+@triton.jit
 def find_tile(
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """This program's row tile and column tile, and its expert, -1 if there is nothing to do."""
-    num_pid_m = planned_tiles(tiles, num_entries, BLOCK_M) if num_ids is None else num_slots
+    num_pid_m = count_tiles(tiles, num_slots, num_ids, num_entries, BLOCK_M)
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     used = tl.program_id(0) < num_pid_m * num_pid_n
     pid = tl.where(used, tl.program_id(0), 0)
     pid_m, pid_n = map_tile(pid, tl.maximum(num_pid_m, 1), num_pid_n, GROUP_M)
-    if num_ids is None:
-        expert = tl.load(tiles + tl.load(tiles + 1) + pid_m, mask=used, other=-1)
-        expert = tl.where(expert < num_experts, expert, -1)
-    else:
-        found = tl.load(tiles + pid_m, mask=used, other=-1)
-        expert = experts_of(found, expert_map, num_ids, num_experts)
+    expert = expert_of_tile(tiles, expert_map, num_ids, num_experts, pid_m, used)
     return pid_m, pid_n, expert.to(tl.int64)
 
 
@@ -140,46 +152,7 @@ def add_dot(acc, x, y):
 
 
 @triton.jit
-def scale_rows(acc, weights, slot, real):
-    """Multiply each row by its router weight, in float32; nothing without weights."""
-    if weights is not None:
-        scale = tl.load(weights + slot, mask=real, other=0.0).to(tl.float32)
-        acc = acc * scale[:, None]
-    return acc
-
-
-@triton.jit
-def add_bias(acc, bias, expert, n, inside, ROWS):
-    """Add the bias of each weight row, in float32; nothing without a bias."""
-    if bias is not None:
-        acc += tl.load(bias + expert * ROWS + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return acc
-
-
-@triton.jit
 def columns_of(pid_n, N: tl.constexpr, BLOCK_N: tl.constexpr):
     """The output columns of a tile, and which of them are inside."""
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     return n, n < N
-
-
-@triton.jit
-def store_tile(out, value, row, n, real, inside, N: tl.constexpr):
-    """Store the real rows and the columns inside of a tile, in the dtype of ``out`` (rows, N)."""
-    at = out + row[:, None] * N + n[None, :]
-    tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
-
-
-@triton.jit
-def activate(g, u, RULE: tl.constexpr):
-    """Apply a `Formula` to gate and up, in float32; to ``g`` alone if the formula is not gated."""
-    FUNCTION: tl.constexpr = RULE.function
-    LIMIT: tl.constexpr = RULE.limit
-    ALPHA: tl.constexpr = RULE.alpha
-    BETA: tl.constexpr = RULE.beta
-    LINEAR_BETA: tl.constexpr = RULE.linear_beta
-    if RULE.gated:
-        value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    else:
-        value = gate(g, FUNCTION, LIMIT, ALPHA, BETA)
-    return value

@@ -25,18 +25,15 @@ from moe_ops.kernels._gemm.dequantize import (
     load_groups,
     scale_value,
 )
+from moe_ops.kernels._gemm.epilogue import activate, add_bias, multiply_by, store_tile
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
-    activate,
-    add_bias,
     add_dot,
     columns_of,
     find_tile,
     load_slots,
     load_tile,
-    scale_rows,
-    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -147,8 +144,8 @@ def finish_sums(
     if global_scale is not None:
         at = per_row(global_scale, expert, row, FORMAT.global_rows, 1, FORMAT)
         acc *= tl.load(at, mask=inside, other=0.0)[None, :]
-    acc = scale_rows(acc, topk_weights, slot, real)
-    return add_bias(acc, bias, expert, row, inside, FORMAT.weight_rows)
+    acc = multiply_by(acc, topk_weights, slot, real, 0)
+    return add_bias(acc, bias, expert * FORMAT.weight_rows, row, inside, 1)
 
 
 @triton.jit(do_not_specialize=COUNTED)

@@ -1,4 +1,4 @@
-"""Decode packed weights (`scheme.packed`) in registers, as the first operand of WGMMA.
+"""Dequantize packed weights (`scheme.packed`) in registers, as the first operand of WGMMA.
 
 A packed word holds numbers that one thread multiplies: 4-bit ones of a k16 tile of 64 weight rows
 (pairs of neighbours along K, of two neighbouring rows and both halves of the tile), or 8-bit ones
@@ -176,7 +176,7 @@ def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def scale_lanes(stored, C: gl.constexpr):
-    """The scales of two rows in the lanes of a word; those of one byte times the correction.
+    """Scales of two rows in the lanes of a word; one-byte scales include the correction.
 
     ``stored``: from `load_pairs`.
     """

@@ -7,7 +7,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.activation import Formula
 from moe_ops.dispatch.device import device_facts
@@ -18,8 +17,9 @@ from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
+from moe_ops.kernels._hopper.gathered import hopper_gemm_kernel
+from moe_ops.kernels._hopper.layout import StoredLayout, TiledLayout, stored_layout
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
-from moe_ops.kernels._hopper.packed import hopper_gemm_kernel
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._hopper.stream import hopper_stream_kernel
 from moe_ops.kernels._runtime.launch import Launch
@@ -31,48 +31,19 @@ STREAM_REGISTERS = 128
 
 
 @dataclass(frozen=True)
-class Constants:
-    """Constants of a kernel. Not a tuple, which Triton would flatten."""
+class Constants(StoredLayout, TiledLayout):
+    """Constants of the kernels for many and for few rows."""
 
-    N: int
-    """Output columns."""
-    K: int
-    TOP_K: int
-    """Slots per row of the first operand."""
     ORDERED: str | None
     """Which of ``a`` and ``out`` has permuted rows instead of rows in slot order; None: neither."""
-    RULE: Formula | None
-    """Formula of the activation; None: no activation."""
-    GATED: bool
-    STEP: int
-    """Distance in weight rows from one output column to the next."""
-    UP: int
-    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
-    WEIGHT_ROWS: int
-    """Weight rows per expert."""
-    SCALE_ROWS: int
-    """Weight rows that share a scale."""
-    SCALE_COLS: int | None
-    """Elements along K that share a scale, of both operands; None: all, or there are no scales."""
-    WEIGHTED: bool
-    """Whether each slot's product is multiplied by its routing weight before the bias is added."""
     ROW_SCALE_STRIDE: int
     """Stride between row scales that span K; 0 if all rows share one scale."""
-    ITEMSIZE: int
     INTEGER: bool
     """Whether operands are int8, whose sums along K are exact in int32."""
-    BLOCK_M: int
     BLOCK_N: int
     """Weight rows of a tile; with a gate, half of them are gate rows."""
-    BLOCK_K: int
-    GROUP_M: int
-    STAGES: int
     BY_COLUMNS: bool
     """Whether a warp group computes half of a tile's columns instead of 64 of its rows."""
-    ON_DEMAND: bool
-    """Whether the persistent schedule is dynamic: see `schedule`."""
-    GROUPS: int
-    """Multiplying warp groups: each has 64 rows of a tile, or half of the columns of 64 rows."""
     PARTS: int
     """Parts of a warp group's share of a tile, multiplied one after the other so that they fit in
     registers: an fp8 GEMM holds the sums and one more product, and with three warp groups a thread
@@ -80,8 +51,6 @@ class Constants:
     instruction of 256 columns."""
     OUT_N: int
     """Output columns of a tile."""
-    NUM_N: int
-    STEPS: int
 
     PART_ROWS = BOX_ROWS.value
     """Rows of a part of a tile: see `schedule`."""
@@ -103,7 +72,7 @@ class Constants:
     @cached_property
     def weights(self) -> Boxes:
         """TMA descriptors of weights."""
-        return Boxes(self._weight_box)
+        return Boxes(lambda w: self.weight_box(w, self.BLOCK_N))
 
     @cached_property
     def rows(self) -> Boxes:
@@ -114,15 +83,6 @@ class Constants:
     def row_scales(self) -> Boxes:
         """TMA descriptors of the scales of packed rows, ``(groups, rows)``."""
         return Boxes(lambda scales: descriptor(scales, [1, self.BLOCK_M], swizzled=False))
-
-    def _weight_box(self, w: Tensor) -> TensorDescriptor:
-        """The TMA descriptor of a weight; with a gate, a box alternates 8 gate and 8 up rows."""
-        if not self.GATED:
-            return descriptor(w, [1, self.BLOCK_N, self.BLOCK_K])
-        expert, row, _ = w.stride()
-        shape = [w.shape[0], self.N // 8, 2, 8, self.K]
-        strides = [expert, 8 * self.STEP * row, self.UP * row, self.STEP * row, 1]
-        return descriptor(w, [1, self.BLOCK_N // 16, 2, 8, self.BLOCK_K], shape, strides)
 
 
 class RowFacts(NamedTuple):
@@ -150,27 +110,17 @@ def constants(
 ) -> Constants:
     """The `Constants` for ``n`` output columns."""
     gated = rule is not None and rule.gated
-    out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // rows.itemsize
+    out_n = tiles.block_n // 2 if gated else tiles.block_n
     tallest = 128 if rows.itemsize == 1 else TALL_ROW_TILE
     return Constants(
-        N=n,
-        K=k,
+        **stored_layout(n, k, rule, weight, rows.itemsize),
         TOP_K=top_k,
         ORDERED=ordered,
-        RULE=rule,
-        GATED=gated,
-        STEP=weight.step,
-        UP=weight.up,
-        WEIGHT_ROWS=weight.rows,
-        SCALE_ROWS=weight.scale_rows,
-        SCALE_COLS=weight.scale_cols,
         WEIGHTED=rows.of_slots,
         ROW_SCALE_STRIDE=0 if rows.shared else 1,
-        ITEMSIZE=rows.itemsize,
         INTEGER=rows.integer,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_K=block_k,
         GROUP_M=tiles.group_m,
         STAGES=tiles.num_stages,
         BY_COLUMNS=tiles.block_m == 64,
@@ -179,7 +129,7 @@ def constants(
         PARTS=2 if tiles.block_n == 256 and tiles.block_m == tallest else 1,
         OUT_N=out_n,
         NUM_N=cdiv(n, out_n),
-        STEPS=cdiv(k, block_k),
+        STEPS=cdiv(k, ROW_BYTES // rows.itemsize),
     )
 
 

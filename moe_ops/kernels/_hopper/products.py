@@ -1,4 +1,4 @@
-"""The main loops of the persistent Hopper GEMM (`packed`): ring of tiles, products, accumulators.
+"""The main loops of the persistent Hopper GEMM (`gathered`): ring of tiles, products, accumulators.
 
 A multiplying warp group accumulates 64 rows of a tile, or half of the columns of 64 rows, in one
 part or two. fp8 products are added to float32 accumulators outside of the tensor cores, one part
@@ -13,30 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
+
+from moe_ops.kernels._hopper.ring import stage_to_read, turn_of
 
 BOX_ROWS = gl.constexpr(64)
 """Rows of a TMA box of the first operand, and rows that a warp group multiplies."""
-
-
-@aggregate
-class Ring:
-    """Ring of tiles in shared memory, with its barriers.
-
-    ``full`` signals that a stage may be multiplied, ``empty`` that a stage may be filled. Each
-    stage has one or more boxes of ``rows``.
-    """
-
-    rows: gl.shared_memory_descriptor
-    weights: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, rows, weights, scales, full, empty):
-        self.rows, self.weights, self.scales = rows, weights, scales
-        self.full, self.empty = full, empty
 
 
 @gluon.jit
@@ -75,8 +56,7 @@ def wait_for(UNDER_WAY: gl.constexpr, sums, C: gl.constexpr):
 def pass_by(step, ring, C: gl.constexpr):
     """Release every stage of a tile in which this warp group has no rows to multiply."""
     for _ in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        stage = stage_to_read(ring, turn_of(step, C))
         mbarrier.arrive(ring.empty.index(stage))
         step += 1
     return step
@@ -87,8 +67,7 @@ def add_products(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     """Main loop for 16-bit and int8 operands: products overlap the start of the next step's."""
     PARTS: gl.constexpr = C.PARTS
     for k in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        stage = stage_to_read(ring, turn_of(step, C))
         begun = ()
         for part in gl.static_range(PARTS):
             begun += (product(ring, stage, sums[part], True, GROUP, part, C),)
@@ -111,8 +90,7 @@ def add_wide(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     PARTS: gl.constexpr = C.PARTS
     p = zeros(sums[0])
     for _ in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        stage = stage_to_read(ring, turn_of(step, C))
         added = ()
         for part in gl.static_range(PARTS):
             p = warpgroup_mma_wait(0, [product(ring, stage, p, False, GROUP, part, C)])
@@ -137,7 +115,7 @@ def load_scales(scales, k, C: gl.constexpr):
 
 @gluon.jit
 def keep(scales, C: gl.constexpr):
-    """The same scales, plus 0.0: Triton 3.6 loses plain copies of loop-carried variables."""
+    """Copy scales by adding 0.0: Triton 3.6 loses plain copies of loop-carried variables."""
     PARTS: gl.constexpr = C.PARTS
     kept = ()
     for part in gl.static_range(PARTS):
@@ -162,8 +140,8 @@ def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
 
     Row scales lie in the ring. They are loaded before the products that the stage's release waits
     for, and no other CTA fits on the SM that could delay these loads, so no fence follows them (it
-    took 0.9 % of the time; compare `decode_ring.release`). The gate rows of a weight part share one
-    scale and so do its up rows; these scales are loaded two steps ahead.
+    took 0.9 % of the time; compare `dequantized_stage.release`). Gate rows of a weight part share
+    one scale and so do its up rows; these scales are loaded two steps ahead.
     """
     PARTS: gl.constexpr = C.PARTS
     ROW: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)
@@ -171,8 +149,7 @@ def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
     now, soon = load_scales(scales, 0, C), load_scales(scales, 1, C)
     p = zeros(sums[0])
     for k in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        stage = stage_to_read(ring, turn_of(step, C))
         later = load_scales(scales, k + 2, C)
         added = ()
         for part in gl.static_range(PARTS):

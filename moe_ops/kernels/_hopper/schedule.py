@@ -1,4 +1,4 @@
-"""Tile schedules of the persistent Hopper GEMM kernel (`packed`): static or dynamic.
+"""Tile schedules of the persistent Hopper GEMM kernel (`gathered`): static or dynamic.
 
 Static: program p computes the tiles p, p + num_programs, ... All tiles take the same time, padding
 included, so programs stay in step and read shared data at the same time (neighbouring programs run
@@ -19,12 +19,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from moe_ops.kernels._hopper.slots import expert_of, first_row
+from moe_ops.kernels._gemm.tile import map_tile
+from moe_ops.kernels._hopper.find import expert_of, first_row
+from moe_ops.kernels._hopper.memory import wait_for_group
+from moe_ops.kernels._hopper.ring import make_barriers
 from moe_ops.kernels._runtime.slots import HEADER
 
 FIELDS = gl.constexpr(5)
-wait_for_group = getattr(gl, "barrier", None) or gl.thread_barrier
-"""``gl.barrier`` from Triton 3.7 on, ``gl.thread_barrier`` before."""
 
 
 @aggregate
@@ -45,25 +46,8 @@ def make_queue(READERS: gl.constexpr):
     """Allocate a `Queue` for READERS readers, each a warp group or a warp."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], FLAT)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    mbarrier.init(empty, count=READERS)
-    return Queue(fields, full, empty)
-
-
-@gluon.jit
-def find_tile(tile, num_tiles, C: gl.constexpr):
-    """The row and column of a tile index.
-
-    Tiles are ordered in bands of GROUP_M row tiles, column by column within a band, so that the
-    weights of a column stay in the L2 cache.
-    """
-    band = tile // (C.GROUP_M * C.NUM_N)
-    first = band * C.GROUP_M
-    height = gl.minimum(num_tiles - first, C.GROUP_M)
-    inside = tile % (C.GROUP_M * C.NUM_N)
-    return first + inside % height, inside // height
+    full, empty = make_barriers(1, 1, READERS)
+    return Queue(fields, full.index(0), empty.index(0))
 
 
 @gluon.jit
@@ -81,16 +65,13 @@ def count_parts(v, m, C: gl.constexpr):
 
 
 @gluon.jit
-def tell(queue, number, m, n, expert, first, parts):
+def tell(queue, number, values):
     """Publish a tile once all readers have read the previous one; 0 parts mean the end."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(queue.empty, (number + 1) & 1)
     none = gl.full([1], 0, gl.int32, LAYOUT)
-    queue.fields.index(0).store(none + m)
-    queue.fields.index(1).store(none + n)
-    queue.fields.index(2).store(none + expert)
-    queue.fields.index(3).store(none + first)
-    queue.fields.index(4).store(none + parts)
+    for field in gl.static_range(FIELDS):
+        queue.fields.index(field).store(none + values[field])
     wait_for_group()
     mbarrier.arrive(queue.full)
 
@@ -101,14 +82,14 @@ def schedule(queue, counter, v, C: gl.constexpr):
     number = gl.to_tensor(0)
     tile = gl.program_id(0)
     while tile < v.num_tiles * C.NUM_N:
-        m, n = find_tile(tile, v.num_tiles, C)
-        tell(queue, number, m, n, expert_of(v, m), first_row(v, m), count_parts(v, m, C))
+        m, n = map_tile(tile, v.num_tiles, C.NUM_N, C.GROUP_M)
+        tell(queue, number, (m, n, expert_of(v, m), first_row(v, m), count_parts(v, m, C)))
         number += 1
         if C.ON_DEMAND:  # the counter starts after the first tile of each program
             tile = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         else:
             tile += gl.num_programs(0)
-    tell(queue, number, 0, 0, 0, 0, 0)
+    tell(queue, number, (0,) * FIELDS)
 
 
 @gluon.jit
@@ -116,11 +97,9 @@ def hear(queue, number, WARPS: gl.constexpr):
     """Read the next tile: row, column, expert, first permuted row, number of parts."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(queue.full, number & 1)
-    m = gl.max(queue.fields.index(0).load(LAYOUT), 0)
-    n = gl.max(queue.fields.index(1).load(LAYOUT), 0)
-    expert = gl.max(queue.fields.index(2).load(LAYOUT), 0)
-    first = gl.max(queue.fields.index(3).load(LAYOUT), 0)
-    parts = gl.max(queue.fields.index(4).load(LAYOUT), 0)
+    found = ()
+    for field in gl.static_range(FIELDS):
+        found += (gl.max(queue.fields.index(field).load(LAYOUT), 0),)
     wait_for_group()  # all threads of this reader have read it
     mbarrier.arrive(queue.empty)
-    return m, n, expert, first, parts
+    return found

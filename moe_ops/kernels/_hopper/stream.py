@@ -19,17 +19,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels._gemm.tile import COUNTED, activate
-from moe_ops.kernels._hopper.packed import find_scales, load_box
-from moe_ops.kernels._hopper.products import Ring, zeros
-from moe_ops.kernels._hopper.schedule import find_tile
-from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
+from moe_ops.kernels._gemm.tile import COUNTED, map_tile
+from moe_ops.kernels._hopper.epilogue import RUN, finish_sums, load_scales
+from moe_ops.kernels._hopper.find import expert_of, plan_arguments, slots_of
+from moe_ops.kernels._hopper.gathered import find_scales
+from moe_ops.kernels._hopper.memory import load_box, load_rows
+from moe_ops.kernels._hopper.products import zeros
+from moe_ops.kernels._hopper.ring import (
+    Ring,
+    make_barriers,
+    stage_to_fill,
+    stage_to_read,
+    turn_of,
+)
 from moe_ops.kernels._runtime.dependent import take_turn
 
 COPYING = gl.constexpr(128)
 """Threads of the copying warp group."""
-load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-"""``async_load`` from Triton 3.9 on, ``async_copy_global_to_shared`` before."""
 
 
 @gluon.jit
@@ -47,15 +53,13 @@ def copy_tiles(a, stride_am, w_desc, ring, v, C: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDE], [4, 8], [4, 1], [1, 0])
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
-        m, n = find_tile(tile, v.num_tiles, C)
+        m, n = map_tile(tile, v.num_tiles, C.NUM_N, C.GROUP_M)
         expert = expert_of(v, m)
         slot, real = load_slots(v, m, gl.SliceLayout(1, LAYOUT), C)
         col = gl.arange(0, C.BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am
         for k in range(C.STEPS):
-            stage = step % C.STAGES
-            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
-            full = ring.full.index(stage)
+            stage, full = stage_to_fill(ring, turn_of(step, C))
             mbarrier.expect(full, BYTES)
             if C.GATED:
                 at = [expert, n * (C.OUT_N // 8), 0, 0, k * C.BLOCK_K]
@@ -73,7 +77,7 @@ def gate_or_up(LAYOUT: gl.constexpr, C: gl.constexpr):
     """Which rows of a weight tile are gate rows, and the output column of each row."""
     r = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
     if C.GATED:
-        of_gate, n = r // 8 % 2 == 0, r // 16 * 8 + r % 8
+        of_gate, n = r // RUN % 2 == 0, r // (2 * RUN) * RUN + r % RUN
     else:
         of_gate, n = r >= 0, r
     return of_gate, n
@@ -82,8 +86,7 @@ def gate_or_up(LAYOUT: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def next_product(step, ring, acc, C: gl.constexpr):
     """Wait for the next stage and start ``acc`` plus its product."""
-    stage = step % C.STAGES
-    mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+    stage = stage_to_read(ring, turn_of(step, C))
     fence_async_shared()  # rows were written by threads, WGMMA reads through the async proxy
     weights = ring.weights.index(stage).reshape((C.BLOCK_N, C.BLOCK_K))
     rows = ring.rows.index(stage).permute((1, 0))
@@ -137,12 +140,10 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, C.BLOCK_M, 32 // C.ITEMSIZE]
     )
-    RULE: gl.constexpr = C.RULE
-    GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
     of_gate, column = gate_or_up(LAYOUT, C)
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
-        m, n = find_tile(tile, v.num_tiles, C)
+        m, n = map_tile(tile, v.num_tiles, C.NUM_N, C.GROUP_M)
         found = expert_of(v, m).to(gl.int64)
         expert = gl.maximum(found, 0)
         slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
@@ -154,27 +155,14 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
             acc, step = add_scaled(step, ring, scales[0], x_at, real, acc, LAYOUT, C)
         else:
             acc, step = add_products(step, ring, acc, C)
-            acc = acc.to(gl.float32)
         col = n * C.OUT_N + column
-        weight_row = gl.where(of_gate, col * C.STEP, col * C.STEP + C.UP)
-        inside = col < C.N
+        rows = gl.where(of_gate, col * C.STEP, col * C.STEP + C.UP), col < C.N
+        w_scale, x_scale = None, None
         if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
-            at = v.weight_scale + expert * GROUPS + weight_row // C.SCALE_ROWS
-            w_scale = gl.load(at, mask=inside, other=0.0)
+            w_scale = load_scales(expert, rows, v, C)
             x_scale = gl.load(v.row_scale + source * C.ROW_SCALE_STRIDE, mask=real, other=0.0)
-            acc *= x_scale[None, :] * w_scale[:, None]
-        if bias is not None:
-            at = bias + expert * C.WEIGHT_ROWS + weight_row
-            acc += gl.load(at, mask=inside, other=0.0).to(gl.float32)[:, None]
-        if C.GATED:
-            pairs = acc.reshape((C.BLOCK_N // 16, 2, 8, C.BLOCK_M)).permute((0, 2, 3, 1))
-            g, u = pairs.split()
-            acc_out = activate(g, u, RULE).reshape((C.OUT_N, C.BLOCK_M))
-        elif RULE is not None:
-            acc_out = activate(acc, acc, RULE)
-        else:
-            acc_out = acc
-        store_columns(out, acc_out, v, m, n, found, C)
+        acc = finish_sums(acc, x_scale, w_scale, None, bias, expert, rows, 0, C)
+        store_columns(out, acc, v, m, n, found, C)
 
 
 @gluon.jit
@@ -200,18 +188,13 @@ def hopper_stream_kernel(
     shape: gl.constexpr = [STAGES, C.BLOCK_M, C.BLOCK_K]
     rows = gl.allocate_shared_memory(a.dtype.element_ty, shape, SWIZZLED)
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + COPYING)
-        mbarrier.init(empty.index(stage), count=1)
+    barriers = make_barriers(STAGES, 1 + COPYING, 1)
     fence_async_shared()
-    ring = Ring(rows, weights, rows, full, empty)
+    ring = Ring(rows, weights, None, None, *barriers)
     take_turn()
-    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    v = Vectors(
-        row_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
-    )
+    scales = row_scale, weight_scale
+    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
+    v = plan_arguments(scales, *told, C)
     gl.warp_specialize(
         [(multiply, (out, bias, ring, v, C)), (copy_tiles, (a, stride_am, w_desc, ring, v, C))],
         [4],

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.core import _aggregate as aggregate
 
 from moe_ops.dispatch import hopper as hopper_tiles
-from moe_ops.kernels._hopper.schedule import wait_for_group
+from moe_ops.kernels._hopper.memory import wait_for_group
 from moe_ops.kernels._quantize.rounding import divide, encode, magnitude, scale_of
 
 PIECES = gl.constexpr(hopper_tiles.PIECES)

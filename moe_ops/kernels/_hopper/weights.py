@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from moe_ops.dispatch import hopper as hopper_tiles
-from moe_ops.kernels._hopper.memory import reinterpret
-from moe_ops.kernels._hopper.slots import _optional
+from moe_ops.kernels._hopper.memory import load_rows
+from moe_ops.kernels._hopper.ring import Ring, make_barriers, optional, stage_to_read, turn_of
 from moe_ops.kernels._hopper.vectors import PIECES, of_chunk
 from moe_ops.kernels._runtime.slots import experts_of
 
@@ -26,24 +26,6 @@ ROWS = gl.constexpr(hopper_tiles.TOKEN_ROWS)
 PIECE_BYTES = gl.constexpr(hopper_tiles.TOKEN_ROWS * hopper_tiles.ROW_BYTES)
 OF_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 """Layout of the rows of a tile in a copying warp."""
-load_words = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-"""``async_load`` from Triton 3.9 on, ``async_copy_global_to_shared`` before."""
-
-
-@aggregate
-class WeightRing:
-    """Ring of weights in shared memory, as boxes to copy and as pieces to multiply; see `Ring`."""
-
-    boxes: gl.shared_memory_descriptor
-    pieces: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, boxes, pieces, scales, full, empty):
-        self.boxes, self.pieces, self.scales = boxes, pieces, scales
-        self.full, self.empty = full, empty
 
 
 @aggregate
@@ -58,7 +40,7 @@ class Choices:
 
     @gluon.constexpr_function
     def __init__(self, ids, weights, expert_map, num_ids, num_experts):
-        self.ids, self.weights, self.expert_map = ids, _optional(weights), _optional(expert_map)
+        self.ids, self.weights, self.expert_map = ids, optional(weights), optional(expert_map)
         self.num_ids, self.num_experts = num_ids, num_experts
 
 
@@ -70,8 +52,8 @@ def expert_of(choices, slot, inside):
 
 
 @gluon.jit
-def make_ring(desc, BOXES: gl.constexpr, G: gl.constexpr):
-    """Allocate a ring of G.STAGES stages, whose pieces are copied in BOXES boxes each."""
+def make_ring(desc, G: gl.constexpr):
+    """Allocate a ring of G.STAGES stages."""
     STAGES: gl.constexpr = G.STAGES
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8 * G.ITEMSIZE, rank=2)
     shape: gl.constexpr = [STAGES * PIECES, ROWS, G.BLOCK_K]
@@ -80,26 +62,10 @@ def make_ring(desc, BOXES: gl.constexpr, G: gl.constexpr):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     count: gl.constexpr = [STAGES * PIECES if SCALED else 1, ROWS]
     scales = gl.allocate_shared_memory(gl.float32, count, FLAT)
-    boxed: gl.constexpr = [STAGES * PIECES * BOXES] + desc.block_shape
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        # Arrivals: one for the TMA copies of each copying warp, one per thread if it copies scales.
-        mbarrier.init(full.index(stage), count=PIECES * (1 + 32 if SCALED else 1))
-        mbarrier.init(empty.index(stage), count=1)
+    # Arrivals: one for the TMA copies of each copying warp, one per thread if it copies scales.
+    barriers = make_barriers(STAGES, PIECES * (1 + 32 if SCALED else 1), 1)
     fence_async_shared()
-    boxes = reinterpret(pieces, desc.dtype, boxed, desc.layout)
-    return WeightRing(boxes, pieces, scales, full, empty)
-
-
-@gluon.jit
-def stage_to_fill(step, ring, G: gl.constexpr):
-    """Wait until the next stage may be filled; return it and its full barrier."""
-    stage = step % G.STAGES
-    mbarrier.wait(ring.empty.index(stage), (step // G.STAGES + 1) & 1)
-    full = ring.full.index(stage)
-    mbarrier.expect(full, PIECE_BYTES)
-    return stage, full
+    return Ring(None, pieces, scales, None, *barriers)
 
 
 @gluon.jit
@@ -123,23 +89,15 @@ def copy_scales(scale_at, ring, stage, full, piece, PIECE: gl.constexpr, G: gl.c
     if G.SCALE_COLS is not None:
         LAST: gl.constexpr = G.groups - 1
         to = ring.scales.index(stage * PIECES + PIECE)
-        load_words(to, scale_at + gl.minimum(piece, LAST))
+        load_rows(to, scale_at + gl.minimum(piece, LAST))
         async_copy.mbarrier_arrive(full, increment_count=False)
-
-
-@gluon.jit
-def stage_to_read(step, ring, G: gl.constexpr):
-    """Wait until the next stage is full; return it."""
-    stage = step % G.STAGES
-    mbarrier.wait(ring.full.index(stage), (step // G.STAGES) & 1)
-    return stage
 
 
 @gluon.jit
 def product(ring, stage, vectors, q, PIECE: gl.constexpr, acc):
     """Start the product of a piece of the weights with a piece of the vectors."""
     columns = vectors.data.index(q * PIECES + PIECE).permute((1, 0))
-    return warpgroup_mma(ring.pieces.index(stage * PIECES + PIECE), columns, acc, is_async=True)
+    return warpgroup_mma(ring.weights.index(stage * PIECES + PIECE), columns, acc, is_async=True)
 
 
 @gluon.jit
@@ -150,7 +108,7 @@ def add_products(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     for c in range(G.CHUNKS):
         acc = zero
         for q in range(G.STEPS):
-            stage = stage_to_read(step, ring, G)
+            stage = stage_to_read(ring, turn_of(step, G))
             acc = product(ring, stage, vectors, q, 0, acc)
             acc = product(ring, stage, vectors, q, 1, acc)
             acc = warpgroup_mma_wait(2, [acc])
@@ -175,7 +133,7 @@ def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     for c in range(G.CHUNKS):
         chosen = of_chunk(c, L, G)
         for q in range(G.STEPS):
-            stage = stage_to_read(step, ring, G)
+            stage = stage_to_read(ring, turn_of(step, G))
             left = product(ring, stage, vectors, q, 0, zero)
             right = product(ring, stage, vectors, q, 1, zero)
             left, right = warpgroup_mma_wait(0, [left, right])
@@ -194,7 +152,7 @@ def add_scaled(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     for c in range(G.CHUNKS):
         chosen = of_chunk(c, L, G)
         for q in range(G.STEPS):
-            stage = stage_to_read(step, ring, G)
+            stage = stage_to_read(ring, turn_of(step, G))
             left = product(ring, stage, vectors, q, 0, zero)
             right = product(ring, stage, vectors, q, 1, zero)
             x0 = vectors.scales.index(q * PIECES).load(gl.SliceLayout(0, L))

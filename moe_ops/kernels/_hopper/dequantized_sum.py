@@ -1,14 +1,14 @@
 """Gluon kernel of GEMM 2 with the weighted sum over slots, for one token and packed weights.
 
 A program computes 16 columns of all slots, and so all terms of their sums. A job (see
-`decode_jobs`) is a slot or, with few slots, a part of K of a slot. If `GemmOperands.early` allows
-it, the kernel asks for its first words before it waits for GEMM 1's rows.
+`dequantized_jobs`) is a slot or, with few slots, a part of K of a slot. If `GemmOperands.early`
+allows it, the kernel requests its first words before it waits for GEMM 1's rows.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_ops.kernels._hopper.decode_jobs import (
+from moe_ops.kernels._hopper.dequantized_jobs import (
     ROWS,
     WARPS,
     Inputs,
@@ -18,9 +18,9 @@ from moe_ops.kernels._hopper.decode_jobs import (
     begin_columns,
     begin_weights,
     find_experts,
-    finish_rows,
     make_ring,
 )
+from moe_ops.kernels._hopper.dequantized_store import finish_sums
 from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.weights import Choices, expert_of
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -37,7 +37,7 @@ def slot_result(sums, slot: gl.constexpr, given, row_scale, choices, column, OUT
     scale = None
     if row_scale is not None:
         scale = gl.load(row_scale + slot)
-    acc = finish_rows(acc, at, scale, None, given, C).to(OUT).to(gl.float32)
+    acc = finish_sums(acc, scale, None, given, at, None, None, C).to(OUT).to(gl.float32)
     if choices.weights is not None:
         acc *= gl.load(choices.weights + slot).to(gl.float32)
     return gl.where(expert >= 0, acc, 0.0)

@@ -11,15 +11,16 @@ launch.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe_ops.kernels._gemm.tile import activate
-from moe_ops.kernels._hopper.memory import reinterpret
-from moe_ops.kernels._hopper.packed import load_box
-from moe_ops.kernels._hopper.schedule import wait_for_group
+from moe_ops.kernels._gemm.epilogue import activate_rows
+from moe_ops.kernels._hopper.memory import load_box, reinterpret, wait_for_group
+from moe_ops.kernels._hopper.ring import stage_to_fill, turn_of
 from moe_ops.kernels._hopper.vectors import PIECES, make_vectors, put_vectors
 from moe_ops.kernels._hopper.weights import (
     OF_WARP,
+    PIECE_BYTES,
     ROWS,
     Choices,
     copy_scales,
@@ -29,7 +30,6 @@ from moe_ops.kernels._hopper.weights import (
     row_vectors,
     scale_and_shift,
     scales_at,
-    stage_to_fill,
 )
 
 BOX_ROWS = gl.constexpr(16)
@@ -81,12 +81,19 @@ def place_rows(box, last, choices, G: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def boxes_of(ring, desc, BOXES: gl.constexpr, G: gl.constexpr):
+    """A ring's pieces as the boxes of a TMA descriptor, BOXES for each piece."""
+    shape: gl.constexpr = [G.STAGES * PIECES * BOXES] + desc.block_shape
+    return reinterpret(ring.weights, desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
 def copy_rows(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.constexpr):
     """A copying warp of GEMM 1.
 
     TMA fills a box past the end of the weight with zeros, and reads nothing.
     """
-    step = gl.to_tensor(0)
+    boxes, step = boxes_of(ring, w_desc, BOXES, G), gl.to_tensor(0)
     first, last, size = share(G)
     leave = (last - first + size - 1) // size * (G.CHUNKS * G.STEPS) - G.LEAD
     for box in range(first, last, size):
@@ -98,15 +105,14 @@ def copy_rows(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.constex
             for t in range(G.CHUNKS * G.STEPS):
                 if step == leave:
                     gdc_launch_dependents()
-                stage, full = stage_to_fill(step, ring, G)
+                stage, full = stage_to_fill(ring, turn_of(step, G))
+                mbarrier.expect(full, PIECE_BYTES)
                 k = (PIECES * t + PIECE) * G.BLOCK_K
                 copy_scales(scale_at, ring, stage, full, PIECES * t + PIECE, PIECE, G)
                 for i in gl.static_range(BOXES):
                     n = (box + i) % G.UNITS
                     at = [experts[i], n, 0, 0, k] if G.GATED else [experts[i], n * BOX_ROWS, k]
-                    load_box(
-                        w_desc, at, full, ring.boxes.index((stage * PIECES + PIECE) * BOXES + i)
-                    )
+                    load_box(w_desc, at, full, boxes.index((stage * PIECES + PIECE) * BOXES + i))
                 step += 1
     gdc_launch_dependents()
 
@@ -134,12 +140,7 @@ def multiply_rows(x, x_scale, bias, w_scale, h, ring, vectors, choices, G: gl.co
             acc = gl.sum(total, 1)
             if G.WEIGHTED:
                 acc *= gl.load(choices.weights + slot, mask=inside, other=0.0).to(gl.float32)
-            acc = scale_and_shift(acc, rows, bias, G)
-            if G.GATED:
-                g, u = acc.reshape((BOXES, 2, BOX_ROWS // 2)).permute((0, 2, 1)).split()
-                acc = activate(g, u, RULE).reshape((OUT,))
-            elif RULE is not None:
-                acc = activate(acc, acc, RULE)
+            acc = activate_rows(scale_and_shift(acc, rows, bias, G), RULE, BOX_ROWS // 2, None)
             value = gl.convert_layout(acc.to(h.dtype.element_ty), FLAT)
             i = gl.arange(0, OUT, layout=FLAT)
             at = box + i // WIDE
@@ -157,7 +158,7 @@ def hopper_token_kernel(
 
     A row ``h[j]`` without a local expert is not written.
     """
-    ring, vectors = make_ring(w_desc, BOXES, G), make_vectors(w_desc.dtype, G)
+    ring, vectors = make_ring(w_desc, G), make_vectors(w_desc.dtype, G)
     choices = Choices(topk_ids, topk_weights, expert_map, num_ids, num_experts)
     gdc_wait()
     gl.warp_specialize(
@@ -189,13 +190,14 @@ def copy_columns(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.cons
     for slot in gl.static_range(TILES * SLOTS):
         chosen = expert_of(choices, slot, slot < G.COUNT)
         experts += (gl.where(chosen < 0, choices.num_experts, chosen),)
-    step = gl.to_tensor(0)
+    boxes, step = boxes_of(ring, w_desc, SLOTS, G), gl.to_tensor(0)
     for unit in range(gl.program_id(0), G.UNITS, gl.num_programs(0)):
         for tile in gl.static_range(TILES):
             _, found, column = place_columns(unit, tile, choices, G, OF_WARP)
             scale_at = scales_at(w_scale, gl.maximum(found, 0), column, G)
             for t in range(G.CHUNKS * G.STEPS):
-                stage, full = stage_to_fill(step, ring, G)
+                stage, full = stage_to_fill(ring, turn_of(step, G))
+                mbarrier.expect(full, PIECE_BYTES)
                 copy_scales(scale_at, ring, stage, full, PIECES * t + PIECE, PIECE, G)
                 for s in gl.static_range(SLOTS):
                     at = [
@@ -203,9 +205,7 @@ def copy_columns(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.cons
                         unit * (ROWS // SLOTS),
                         (PIECES * t + PIECE) * G.BLOCK_K,
                     ]
-                    load_box(
-                        w_desc, at, full, ring.boxes.index((stage * PIECES + PIECE) * SLOTS + s)
-                    )
+                    load_box(w_desc, at, full, boxes.index((stage * PIECES + PIECE) * SLOTS + s))
                 step += 1
 
 
@@ -261,7 +261,7 @@ def hopper_token_sum_kernel(
 ):  # fmt: skip
     """GEMM 2: ``out = sum_j weights[j] * round(h[j] @ w[e].T + bias[e])`` with ``e = ids[j]``."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring, vectors = make_ring(w_desc, G.SLOTS_OF_TILE, G), make_vectors(w_desc.dtype, G)
+    ring, vectors = make_ring(w_desc, G), make_vectors(w_desc.dtype, G)
     sums = gl.allocate_shared_memory(gl.float32, [G.TILES, ROWS], FLAT)
     if not G.EARLY:
         gdc_wait()

@@ -1,10 +1,11 @@
-"""Gluon kernel of the expert GEMMs with packed weights for many rows on Hopper.
+"""Gluon kernel for many rows on Hopper that dequantizes weights in registers.
 
-As in `packed`, one warp copies tiles of both operands into a ring, and a warp schedules. As in
-`decode_few`, weights are the first operand of WGMMA and are decoded in registers. Two warp groups
-multiply, each its own units of weight rows with all rows of a tile: a weight is decoded once for up
-to 128 rows. A warp group has two sums; while the product of one is under way, it decodes the
-weights of the other. While one warp group waits, the other's products keep the tensor cores busy.
+As in `gathered`, one warp copies tiles of both operands into a ring, and a warp schedules. As in
+`dequantized_few`, weights are the first operand of WGMMA and are dequantized in registers. Two warp
+groups multiply, each its own units of weight rows with all rows of a tile: a weight is dequantized
+once for up to 128 rows. A warp group has two sums: while the product of one is in flight, the group
+dequantizes the weights of the other. While one warp group waits, the products of the other one keep
+the tensor cores busy.
 
 ptxas keeps the registers that a product reads until the product is waited for, as long as that
 happens in the same basic block; otherwise it would wait for every product at once (C7513). So all
@@ -16,26 +17,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moe_ops.kernels._gemm.tile import COUNTED
-from moe_ops.kernels._hopper.decode_ring import (
+from moe_ops.kernels._hopper.dequantized_products import multiply_tile
+from moe_ops.kernels._hopper.dequantized_stage import (
     CHUNKS,
-    add_together,
     copy_weights,
-    first_turn,
-    group_layout,
     make_ring,
-    next_turn,
-    release,
-    unit_of,
-    widths,
 )
-from moe_ops.kernels._hopper.decode_store import real_slots, store_units
+from moe_ops.kernels._hopper.find import plan_arguments
 from moe_ops.kernels._hopper.fragments import UNIT
-from moe_ops.kernels._hopper.packed import load_box
+from moe_ops.kernels._hopper.memory import load_box
 from moe_ops.kernels._hopper.products import BOX_ROWS
+from moe_ops.kernels._hopper.ring import first_turn, next_turn, stage_to_fill
 from moe_ops.kernels._hopper.schedule import hear, make_queue, schedule
-from moe_ops.kernels._hopper.slots import Vectors, count_tiles
 from moe_ops.kernels._runtime.dependent import take_turn
-from moe_ops.kernels._runtime.slots import HEADER
 
 GROUPS = gl.constexpr(2)
 """Multiplying warp groups."""
@@ -48,12 +42,11 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
     OF_BOX: gl.constexpr = BOX_ROWS // C.PART_ROWS
     BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
     number = gl.to_tensor(0)
-    stage, phase = first_turn()
+    turn = first_turn()
     m, n, expert, _, parts = hear(queue, number, 1)
     while parts > 0:
         for k in range(C.STEPS):
-            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-            full = ring.full.index(stage)
+            stage, full = stage_to_fill(ring, turn)
             for count in gl.static_range(1, BOXES + 1):
                 # A number of boxes beside that of parts would be spilled.
                 mbarrier.expect(
@@ -69,57 +62,9 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
                     )
                     load_box(a_desc, at, full, to, pred=parts > box * OF_BOX)
             copy_weights(descs, ring, stage, (expert, n, k), full, C)
-            stage, phase = next_turn(stage, phase, C)
+            turn = next_turn(turn, C)
         number += 1
         m, n, expert, _, parts = hear(queue, number, 1)
-
-
-@gluon.jit
-def add_tile(turn, ring, sums, GROUP: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
-    """Main loop: add the products of all stages of a tile."""
-    for _ in range(C.STEPS):
-        stage, phase = turn
-        mbarrier.wait(ring.full.index(stage), phase)
-        sums = add_together(ring, stage, sums, GROUP * C.UNITS, False, ROWS, C)
-        release(ring, stage, False)
-        turn = next_turn(stage, phase, C)
-    return sums, turn
-
-
-@gluon.jit
-def no_sums(ROWS: gl.constexpr):
-    """Zeros for a unit's sums over the first ROWS rows of a tile, in pieces: see `widths`."""
-    WIDTHS: gl.constexpr = widths(ROWS)
-    PIECES: gl.constexpr = len(WIDTHS)
-    sums = ()
-    for i in gl.static_range(PIECES):
-        sums += (gl.full((UNIT, WIDTHS[i]), 0, gl.float32, group_layout(WIDTHS[i])),)
-    return sums
-
-
-@gluon.jit
-def multiply_tile(
-    out, added, ring, v, tile, turn, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
-    """Compute and store a warp group's share of the first ROWS rows of a tile."""
-    WIDTHS: gl.constexpr = widths(ROWS)
-    PIECES: gl.constexpr = len(WIDTHS)
-    FIRST: gl.constexpr = GROUP * C.UNITS
-    m, n, expert = tile
-    zero = no_sums(ROWS)
-    sums, turn = add_tile(turn, ring, (zero, zero), GROUP, ROWS, C)
-    units = unit_of(n, FIRST, C), unit_of(n, FIRST + 1, C)
-    bias, weights, row_scale = added
-    for i in gl.static_range(PIECES):
-        of_units = sums[0][i], sums[1][i]
-        column = gl.arange(0, WIDTHS[i], layout=gl.SliceLayout(0, sums[0][i].type.layout))
-        row = m * C.BLOCK_M + i * WIDTHS[0] + column
-        slots = real_slots(gl.load(v.tiles + HEADER + row), expert, v)
-        scale = None
-        if row_scale is not None:
-            scale = gl.load(row_scale + row, mask=slots[0] < slots[1], other=0.0)
-        store_units(out, bias, weights, scale, of_units, units, slots, expert, v, C)
-    return turn
 
 
 @gluon.jit
@@ -155,10 +100,9 @@ def hopper_decode_many_kernel(
     queue = make_queue(GROUPS + 1)
     fence_async_shared()
     take_turn(LONG=True)
-    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    v = Vectors(
-        global_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
-    )
+    scales = global_scale, weight_scale
+    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
+    v = plan_arguments(scales, *told, C)
     added = bias, topk_weights, row_scale
     gl.warp_specialize(
         [

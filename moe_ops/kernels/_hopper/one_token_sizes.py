@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ops.activation import Formula
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.one_token import SECOND
 from moe_ops.dispatch.hopper import PIECES, ROW_BYTES, TOKEN_ROWS, vector_pieces
 from moe_ops.dispatch.problem import STORED, GemmProblem
 from moe_ops.dispatch.tiles import cdiv, next_power_of_2
-from moe_ops.kernels._hopper.token import BOX_ROWS
+from moe_ops.kernels._hopper.layout import StoredLayout, stored_layout
+from moe_ops.kernels._hopper.one_token import BOX_ROWS
 from moe_ops.kernels._quantize.rounding import Rule, rule_of
 
 LEAD = 5
@@ -23,43 +23,19 @@ HELD = 64
 
 
 @dataclass(frozen=True)
-class TokenSizes:
-    """Constants of a kernel. Not a tuple, which Triton would flatten."""
+class TokenSizes(StoredLayout):
+    """Constants of a kernel. A step is two pieces of `ROW_BYTES` along K."""
 
-    N: int
-    """Output columns."""
-    K: int
     SLOTS: int
     COUNT: int
     """Number of vectors: 1 for the token, or one per slot."""
-    RULE: Formula | None
-    """Formula of the activation; None: no activation."""
-    GATED: bool
-    STEP: int
-    """Distance in weight rows from one output column to the next."""
-    UP: int
-    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
-    WEIGHT_ROWS: int
-    """Weight rows per expert."""
     QUANT: Rule | None
     """How the kernel quantizes vectors; None if they are quantized already or not at all."""
-    SCALE_ROWS: int
-    """Weight rows that share a scale."""
-    SCALE_COLS: int | None
-    """Elements along K that share a scale, of both operands; None: all, or there are no scales."""
-    WEIGHTED: bool
-    """Whether routing weights are applied: by GEMM 1 to the product, by GEMM 2 in the sum."""
-    ITEMSIZE: int
-    BLOCK_K: int
-    """Elements of a piece along K."""
-    STAGES: int
     VECTORS: int
     """COUNT rounded up to a power of two."""
     COLUMNS: int
     """Columns of the second operand: one per chunk and vector."""
     CHUNKS: int
-    STEPS: int
-    """Stages per chunk."""
     PAIRED: int
     """Pieces of a column, less the last two if the last piece is past the end of every column.
 
@@ -98,7 +74,6 @@ def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -
     k, itemsize = gemm.k, problem.operand_itemsize
     gated = rule is not None and rule.gated
     n, block_k = gemm.n, ROW_BYTES // itemsize
-    weight = problem.weight_rows
     count = gemm.num_slots if problem.summed else 1
     vectors = next_power_of_2(count)
     columns, steps = vector_pieces(k, itemsize, vectors)
@@ -107,21 +82,11 @@ def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -
     slots = vectors if vectors <= SLOTS_OF_TILE else SLOTS_OF_TILE // 2
     box_columns = BOX_ROWS.value // 2 if gated else BOX_ROWS.value
     return TokenSizes(
-        N=n,
-        K=k,
+        **stored_layout(n, k, rule, problem.weight_rows, itemsize),
         SLOTS=gemm.num_slots,
         COUNT=count,
-        RULE=rule,
-        GATED=gated,
-        STEP=weight.step,
-        UP=weight.up,
-        WEIGHT_ROWS=weight.rows,
         QUANT=None if quant is None or problem.rows == STORED else rule_of(quant),
-        SCALE_ROWS=weight.scale_rows,
-        SCALE_COLS=weight.scale_cols,
         WEIGHTED=problem.weighted,
-        ITEMSIZE=itemsize,
-        BLOCK_K=block_k,
         STAGES=stages,
         VECTORS=vectors,
         COLUMNS=columns,

@@ -20,13 +20,10 @@ from moe_ops.kernels._hopper.fragments import (
     chunk_groups,
     decoded,
     load_pairs,
-    restoring,
     words_layout,
 )
-from moe_ops.kernels._hopper.memory import reinterpret
-from moe_ops.kernels._hopper.schedule import wait_for_group
-from moe_ops.kernels._hopper.slots import _optional
-from moe_ops.kernels._hopper.stream import load_rows
+from moe_ops.kernels._hopper.memory import load_rows, reinterpret, wait_for_group
+from moe_ops.kernels._hopper.ring import Ring, optional
 from moe_ops.kernels._hopper.weights import expert_of
 
 WARPS = gl.constexpr(hopper_decode.JOB_WARPS)
@@ -36,20 +33,6 @@ ROWS = gl.constexpr(hopper_decode.STRIP_ROWS)
 OF_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [hopper_decode.JOB_WARPS, 1], [1, 0]))
 """Layout ``(job, k)`` of rows that are copied."""
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-
-
-@aggregate
-class JobRing:
-    """Rounds of chunks in shared memory."""
-
-    words: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor
-    zeros: gl.shared_memory_descriptor
-    rows: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, words, scales, zeros, rows):
-        self.words, self.scales, self.zeros, self.rows = words, scales, zeros, rows
 
 
 @aggregate
@@ -67,12 +50,12 @@ class Inputs:
     def __init__(self, rows, row_stride, words, expert_stride, scales, zeros):
         self.rows, self.row_stride = rows, row_stride
         self.words, self.expert_stride = words, expert_stride
-        self.scales, self.zeros = scales, _optional(zeros)
+        self.scales, self.zeros = scales, optional(zeros)
 
 
 @gluon.jit
 def make_ring(inputs, C: gl.constexpr, S: gl.constexpr):
-    """Allocate the ring; without scales or zero points of groups, theirs is that of the words."""
+    """Allocate the ring: rounds of chunks, each of which all threads wait for together."""
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     BUFFERS: gl.constexpr = S.BUFFERS
@@ -81,7 +64,7 @@ def make_ring(inputs, C: gl.constexpr, S: gl.constexpr):
     count: gl.constexpr = CHUNKS * (C.BITS // 4)
     words = gl.allocate_shared_memory(gl.int32, [BUFFERS, count, WARPS, 8, 4, 4], WORDS)
     rows = gl.allocate_shared_memory(DTYPE, [BUFFERS, S.DEPTH * WARPS, UNIT], SWIZZLED)
-    scales, zeros = words, words
+    scales, zeros = None, None
     groups: gl.constexpr = CHUNKS * chunk_groups(C)
     if C.SCALED == "weights":
         OF_SCALE: gl.constexpr = inputs.scales.dtype.element_ty
@@ -89,7 +72,7 @@ def make_ring(inputs, C: gl.constexpr, S: gl.constexpr):
     if C.ZERO_BYTES > 0:
         NUMBERS: gl.constexpr = ROWS * C.BITS // 8
         zeros = gl.allocate_shared_memory(gl.uint8, [BUFFERS, groups, WARPS, NUMBERS], FLAT)
-    return JobRing(words, scales, zeros, rows)
+    return Ring(rows, words, scales, zeros, None, None)
 
 
 @gluon.jit
@@ -172,7 +155,7 @@ def copy_words(inputs, ring, jobs, buffer, block, C: gl.constexpr, S: gl.constex
     at = gl.maximum(expert, 0).to(gl.int64) * inputs.expert_stride + chunk * (PIECES * 512)
     source = inputs.words + at[None, :, None, None, None] + of_piece[:, None, None, None, None]
     mask = i[:, None, None, None, None] < left[None, :, None, None, None]
-    load_rows(ring.words.index(buffer), source + inside, mask=mask)
+    load_rows(ring.weights.index(buffer), source + inside, mask=mask)
 
 
 @gluon.constexpr_function
@@ -288,7 +271,7 @@ def load_chunk(ring, strip, i: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
     words, scale, zero = (), (), ()
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     ALL: gl.constexpr = [S.BUFFERS * S.STRIPS * DEPTH * PIECES, WARPS, 8, 4, 4]
-    stored = reinterpret(ring.words, gl.int32, ALL, WORDS)
+    stored = reinterpret(ring.weights, gl.int32, ALL, WORDS)
     for piece in gl.static_range(PIECES):
         words += (stored.index(at * PIECES + piece).load(words_layout(WARPS)),)
     COUNT: gl.constexpr = S.BUFFERS * S.STRIPS * DEPTH * GROUPS
@@ -361,28 +344,4 @@ def add_parts(sums, first, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     acc = sums.index(first).load(LAYOUT)
     for part in gl.static_range(1, PARTS):
         acc += sums.index(first + part).load(LAYOUT)
-    return acc
-
-
-@gluon.jit
-def finish_rows(acc, at, row_scale, weight, given, C: gl.constexpr):
-    """Sums of weight rows ``at`` (of all experts), scaled, weighted, with the bias.
-
-    ``row_scale``, ``weight``: numbers, or None. ``given``: scales of the weight, its global scales
-    and the bias.
-    """
-    scale, factors, bias = given
-    RESTORING: gl.constexpr = restoring(C)
-    if RESTORING != 1.0:
-        acc *= RESTORING
-    if row_scale is not None:
-        acc *= row_scale
-    if C.SCALED == "rows":
-        acc *= gl.load(scale + at // C.SCALE_ROWS).to(gl.float32)
-    if C.GLOBAL_ROWS > 0:
-        acc *= gl.load(factors + at // C.GLOBAL_ROWS)
-    if weight is not None:
-        acc *= weight
-    if bias is not None:
-        acc += gl.load(bias + at).to(gl.float32)
     return acc

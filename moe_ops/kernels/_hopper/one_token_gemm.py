@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.token import hopper_token_kernel, hopper_token_sum_kernel
-from moe_ops.kernels._hopper.token_sizes import TokenSizes, token_sizes
+from moe_ops.kernels._hopper.boxes import Boxes
+from moe_ops.kernels._hopper.one_token import hopper_token_kernel, hopper_token_sum_kernel
+from moe_ops.kernels._hopper.one_token_sizes import TokenSizes, token_sizes
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import all_dense, dense_vectors, map_size
 
@@ -67,7 +66,7 @@ class _Ready:
 
     def __init__(self, launch: Launch, sizes: TokenSizes, programs: int) -> None:
         self.launch, self.programs = launch, programs
-        self.boxes = Boxes(lambda w: _boxes(w, sizes))
+        self.boxes = Boxes(lambda w: sizes.weight_box(w, sizes.BOX_ROWS))
 
 
 def _ready(problem: GemmProblem, stages: int, early: bool, facts: Device) -> _Ready:
@@ -76,13 +75,3 @@ def _ready(problem: GemmProblem, stages: int, early: bool, facts: Device) -> _Re
     kernel = hopper_token_sum_kernel if problem.summed else hopper_token_kernel
     launch = Launch(kernel, G=sizes, num_warps=4, maxnreg=REGISTERS[problem.summed])
     return _Ready(launch, sizes, facts.processors)
-
-
-def _boxes(w: Tensor, sizes: TokenSizes) -> TensorDescriptor:
-    """The TMA descriptor of a weight; with a gate, a box holds 8 gate rows and 8 up rows."""
-    if not sizes.GATED:
-        return descriptor(w, [1, sizes.BOX_ROWS, sizes.BLOCK_K])
-    expert, row, _ = w.stride()
-    shape = [w.shape[0], sizes.N // 8, 2, 8, sizes.K]
-    strides = [expert, 8 * sizes.STEP * row, sizes.UP * row, sizes.STEP * row, 1]
-    return descriptor(w, [1, 1, 2, 8, sizes.BLOCK_K], shape, strides)

@@ -1,15 +1,15 @@
 """Gluon kernel of an expert GEMM of few slots with packed weights: one token's GEMM 1.
 
 A program computes one slot's results from one or two strips of weight rows. A job (see
-`decode_jobs`) is an eighth of K. So programs are many and short: all fit on the GPU at once, and
-their words are under way soon after the routing is known.
+`dequantized_jobs`) is an eighth of K. So programs are many and short: all fit on the GPU at once,
+and their words are under way soon after the routing is known.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_ops.kernels._gemm.tile import activate
-from moe_ops.kernels._hopper.decode_jobs import (
+from moe_ops.kernels._gemm.epilogue import activate, activate_rows
+from moe_ops.kernels._hopper.dequantized_jobs import (
     ROWS,
     WARPS,
     Inputs,
@@ -17,10 +17,10 @@ from moe_ops.kernels._hopper.decode_jobs import (
     add_parts,
     begin,
     find_experts,
-    finish_rows,
     make_ring,
     strip_of,
 )
+from moe_ops.kernels._hopper.dequantized_store import finish_sums
 from moe_ops.kernels._hopper.memory import reinterpret
 from moe_ops.kernels._hopper.weights import Choices, expert_of
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -33,7 +33,8 @@ def strip_result(sums, i: gl.constexpr, strip, expert, added, given, C: gl.const
     row_scale, weight = added
     row = strip * ROWS + gl.arange(0, ROWS, layout=LAYOUT)
     acc = add_parts(sums, i * WARPS, WARPS, LAYOUT)
-    return finish_rows(acc, expert.to(gl.int64) * C.WEIGHT_ROWS + row, row_scale, weight, given, C)
+    at = expert.to(gl.int64) * C.WEIGHT_ROWS + row
+    return finish_sums(acc, row_scale, weight, given, at, None, None, C)
 
 
 @gluon.jit
@@ -60,13 +61,8 @@ def store_strips(out, sums, block, expert, inside, added, given, C: gl.constexpr
         for i in gl.static_range(STRIPS):
             strip = strip_of(block, i, C, S)
             acc = strip_result(sums, i, strip, expert, added, given, C)
-            if C.INTERLEAVED:
-                g, u = acc.reshape((ROWS // 2, 2)).split()
-                store_strip(out, activate(g, u, RULE), strip * (ROWS // 2), inside)
-            else:
-                if RULE is not None:
-                    acc = activate(acc, acc, RULE)
-                store_strip(out, acc, strip * ROWS, inside)
+            value = activate_rows(acc, RULE, 1, None)
+            store_strip(out, value, strip * value.shape[0], inside)
 
 
 @gluon.jit(do_not_specialize=["num_ids", "num_experts"])

@@ -1,22 +1,20 @@
-"""How the Hopper kernels find tiles, from a plan or from the ids of few slots: see `_gemm.tile`."""
+"""Find the expert and the slots of a tile, from a plan or from the ids of few slots.
+
+The Hopper kernels call these functions. `moe_ops.kernels._gemm.tile` has what all kernels share.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from moe_ops.kernels._gemm.tile import planned_tiles
-from moe_ops.kernels._runtime.slots import HEADER, experts_of
-
-
-@gluon.constexpr_function
-def _optional(value):
-    """None wrapped as a constexpr, so that it can be a field of an aggregate."""
-    return gl.constexpr(None) if value is None else value
+from moe_ops.kernels._gemm.tile import count_tiles, expert_of_tile
+from moe_ops.kernels._hopper.ring import optional
+from moe_ops.kernels._runtime.slots import HEADER
 
 
 @aggregate
-class Vectors:
-    """Scales and tile arguments of a kernel; for the tile arguments see `_gemm.tile`."""
+class PlanArguments:
+    """Plan arguments of a kernel (see `_gemm.tile`), and the scales that it reads beside them."""
 
     row_scale: gl.tensor | gl.constexpr
     weight_scale: gl.tensor | gl.constexpr
@@ -31,27 +29,26 @@ class Vectors:
     def __init__(
         self, row_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
     ):  # fmt: skip
-        self.row_scale, self.weight_scale = _optional(row_scale), _optional(weight_scale)
-        self.tiles, self.expert_map = tiles, _optional(expert_map)
+        self.row_scale, self.weight_scale = optional(row_scale), optional(weight_scale)
+        self.tiles, self.expert_map = tiles, optional(expert_map)
         self.num_tiles, self.num_slots = num_tiles, num_slots
-        self.num_ids, self.num_experts = _optional(num_ids), num_experts
+        self.num_ids, self.num_experts = optional(num_ids), num_experts
 
 
 @gluon.jit
-def count_tiles(tiles, num_slots, num_ids, num_entries, C: gl.constexpr):
-    """Number of row tiles."""
-    return planned_tiles(tiles, num_entries, C.BLOCK_M) if num_ids is None else num_slots
+def plan_arguments(
+    scales, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr
+):  # fmt: skip
+    """The `PlanArguments`; ``scales``: of rows and of weights, or None."""
+    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C.BLOCK_M)
+    told = tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
+    return PlanArguments(scales[0], scales[1], *told)
 
 
 @gluon.jit
 def expert_of(v, m):
     """The expert of a row tile, -1 where there is nothing to do."""
-    if v.num_ids is None:
-        found = gl.load(v.tiles + gl.load(v.tiles + 1) + m)
-        found = gl.where(found < v.num_experts, found, -1)
-    else:
-        found = experts_of(gl.load(v.tiles + m), v.expert_map, v.num_ids, v.num_experts)
-    return found
+    return expert_of_tile(v.tiles, v.expert_map, v.num_ids, v.num_experts, m, None)
 
 
 @gluon.jit

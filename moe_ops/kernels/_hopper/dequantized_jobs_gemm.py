@@ -1,4 +1,4 @@
-"""Launchers of the kernels for few slots with packed weights: of a slot, and with the sum."""
+"""Launchers of the kernels for few slots that dequantize weights in registers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import JOB_CTAS, JOB_REGISTERS, Jobs, count_sums, divide
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of, wide
-from moe_ops.kernels._hopper.decode_jobs import ROWS, WARPS
-from moe_ops.kernels._hopper.decode_slot import hopper_decode_slot_kernel
-from moe_ops.kernels._hopper.decode_sum import hopper_decode_sum_kernel
+from moe_ops.kernels._hopper.dequantized_gemm import Constants, Variant, constants, variant_of, wide
+from moe_ops.kernels._hopper.dequantized_jobs import ROWS, WARPS
+from moe_ops.kernels._hopper.dequantized_slot import hopper_decode_slot_kernel
+from moe_ops.kernels._hopper.dequantized_sum import hopper_decode_sum_kernel
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import all_dense, dense, dense_vectors, map_size
 from moe_ops.scheme import get_scheme
@@ -24,12 +24,12 @@ from moe_ops.scheme import get_scheme
 
 @dataclass(frozen=True)
 class JobConstants:
-    """Constants of the kernels besides those of every GEMM with packed weights."""
+    """Constants of the kernels for few slots, beside the `Constants` of the product."""
 
     COUNT: int
     """Slots."""
     BLOCKS: int
-    """Programs that compute a slot's columns, or all slots' with the weighted sum."""
+    """Programs per slot; with the weighted sum, programs of all slots."""
     STRIPS: int
     """Strips of 16 weight rows of a job."""
     PARTS: int

@@ -1,4 +1,4 @@
-"""Launchers of the Hopper kernels for packed weights, which are decoded in registers."""
+"""Launchers of the Hopper kernels that dequantize weights in registers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.activation import Formula
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import HopperTiles
@@ -29,12 +28,10 @@ from moe_ops.dispatch.tiles import cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.decode_few import (
-    ALONE,
-    copying_registers,
-    hopper_decode_few_kernel,
-)
-from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
+from moe_ops.kernels._hopper.dequantized_few import copying_registers, hopper_decode_few_kernel
+from moe_ops.kernels._hopper.dequantized_many import hopper_decode_many_kernel
+from moe_ops.kernels._hopper.dequantized_products import ALONE
+from moe_ops.kernels._hopper.layout import TiledLayout
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
@@ -47,22 +44,13 @@ from moe_ops.scheme.weights import rows_per_scale
 
 
 @dataclass(frozen=True)
-class Constants:
-    """Constants of a kernel. Not a tuple, which Triton would flatten."""
+class Constants(TiledLayout):
+    """Constants of the kernels that dequantize weights in registers."""
 
-    N: int
-    """Output columns."""
-    K: int
-    TOP_K: int
-    """Slots per row of the first operand."""
-    RULE: Formula | None
-    """Formula of the activation; None: no activation."""
     INTERLEAVED: bool
     """Whether gate and up rows alternate."""
     APART: int
     """Units of 64 rows from a gate row to its up row; 0: they alternate, or there is no gate."""
-    WEIGHT_ROWS: int
-    """Weight rows per expert."""
     HALF: bool
     """Whether rows are fp16, else bf16."""
     BITS: int
@@ -81,17 +69,10 @@ class Constants:
     """Elements along K that share a scale; 0: all."""
     SCALED: str
     """What scales multiply: ``weights``, ``sums`` of a stage, or ``rows`` of the result."""
-    SCALE_ROWS: int
-    """Weight rows that share a scale of all K."""
     GLOBAL_ROWS: int
     """Weight rows that share a global scale; 0: there is none."""
-    BLOCK_M: int
-    GROUP_M: int
-    STAGES: int
     CTAS: int
     """CTAs per SM."""
-    GROUPS: int
-    """Multiplying warp groups."""
     UNITS: int
     """Units of 64 weight rows of a multiplying warp group."""
     MIXED: bool
@@ -106,15 +87,13 @@ class Constants:
     """Bytes of a unit's zero points in a group; 0: there are none."""
     ZERO_PLACES: int
     STAGE_BYTES: int
-    """Bytes that TMA copies for a stage beside rows."""
-    ON_DEMAND: bool
-    """Whether the persistent schedule is dynamic: see `schedule`."""
-    NUM_N: int
-    STEPS: int
+    """Bytes of weights, scales and zero points that TMA copies for a stage."""
+    GATHERED: bool
+    """Whether rows are gathered before the kernel and copied by TMA: see `pack`."""
 
     @property
     def HALVES(self) -> int:  # noqa: N802 (a constant of the kernel)
-        """Parts of the weight from which a stage has units: 2 if gate and up rows are apart."""
+        """Parts of the weight that a stage copies from: 2 if gate and up rows are apart, else 1."""
         return 2 if self.APART else 1
 
     @property
@@ -129,12 +108,12 @@ class Constants:
 
     @property
     def GROUP_REGISTERS(self) -> int:  # noqa: N802
-        """Those of the second multiplying warp group: the first has as many or eight more."""
+        """Registers per thread of the second multiplying warp group; the first has up to 8 more."""
         return (3 * self._registers - copying_registers(self.BLOCK_M)) // 2 // 8 * 8
 
     @cached_property
     def few(self) -> Launch:
-        """The launch of the kernel for few rows: as many CTAs per SM as fit."""
+        """The launch of the kernel for few rows, with `CTAS` CTAs per SM."""
         return Launch(hopper_decode_few_kernel, C=self, num_warps=4, maxnreg=self._registers)
 
     @cached_property
@@ -149,17 +128,17 @@ class Constants:
 
     @cached_property
     def scales(self) -> Boxes:
-        """TMA descriptors of scales: a box holds those of a stage."""
+        """TMA descriptors of scales: a box holds the scales of a stage."""
         return Boxes(lambda scale: self._group_box(scale, CHUNK))
 
     @cached_property
     def zeros(self) -> Boxes:
-        """TMA descriptors of zero points, as of scales."""
+        """TMA descriptors of zero points: a box holds the zero points of a stage."""
         return Boxes(lambda zeros: self._group_box(zeros, self.ZERO_BYTES))
 
     @cached_property
     def rows(self) -> Boxes:
-        """TMA descriptors of packed rows."""
+        """TMA descriptors of gathered rows."""
         return Boxes(lambda rows: descriptor(rows, [BOX_ROWS.value, CHUNK]))
 
     def _word_box(self, w: Tensor) -> TensorDescriptor:
@@ -243,6 +222,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         ZERO_BYTES=copied.zeros // max(1, groups),
         ZERO_PLACES=places(stage_units * copied.zeros),
         STAGE_BYTES=stage_bytes(tiles, quant),
+        GATHERED=tiles.kernel != DECODE_FEW,
         ON_DEMAND=tiles.on_demand,
         NUM_N=cdiv(problem.weight[1], tiles.block_n),
         STEPS=cdiv(sizes.k, STAGE_K),
@@ -287,7 +267,7 @@ class DecodeGemm:
     def packed(
         self, given: GemmOperands, quant: Quant | None, plan: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows in the order of the plan, in 16 bits, and their scales."""
+        """Gather the rows in plan order, in 16 bits; return the rows and their scales."""
         how = (plan, num_slots, self.packed_rows, self.problem.top_k)
         if quant is None:
             return pack_rows(given.a, None, *how)

@@ -1,9 +1,15 @@
-"""What follows the products in kernels for packed weights: scales, bias, activation, stores."""
+"""Epilogue of the kernels that dequantize weights in registers: see `_gemm.epilogue`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_ops.kernels._gemm.tile import activate
+from moe_ops.kernels._gemm.epilogue import (
+    across,
+    activate,
+    activate_rows,
+    add_bias,
+    multiply_by,
+)
 from moe_ops.kernels._hopper.fragments import UNIT, restoring
 
 
@@ -17,32 +23,35 @@ def row_of_sums(r, C: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, bias, scale, weight, expert, unit, v, C: gl.constexpr):
-    """A unit's sums in the order of the weight's rows: scaled, weighted, with the bias.
+def finish_sums(acc, x_scale, weight, vectors, at, inside, AXIS: gl.constexpr, C: gl.constexpr):
+    """Sums of weight rows ``at`` (of all experts): scaled, weighted, with the bias.
 
-    ``scale`` and ``weight`` are those of each column's slot, or None.
+    ``x_scale``, ``weight``: of the slots, or None. ``vectors``: the weight's scales, its global
+    scales and the bias. ``inside``, AXIS: see `_gemm.epilogue`.
     """
-    LAYOUT: gl.constexpr = acc.type.layout
-    r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
-    FIRST: gl.constexpr = UNIT // 2 if C.MIXED else UNIT  # rows from a unit's first to the next's
-    at = expert * C.WEIGHT_ROWS + unit * FIRST + row_of_sums(r, C)
-    inside = unit * UNIT + r < C.WEIGHT_ROWS  # a mixed unit is inside whole
+    scale, factor, bias = vectors
     RESTORING: gl.constexpr = restoring(C)
     if RESTORING != 1.0:
         acc *= RESTORING
-    if scale is not None:
-        acc *= scale[None, :]
+    if x_scale is not None:
+        acc *= across(x_scale, AXIS)
     if C.SCALED == "rows":
-        acc *= gl.load(v.weight_scale + at // C.SCALE_ROWS, mask=inside, other=0.0).to(gl.float32)[
-            :, None
-        ]
+        acc = multiply_by(acc, scale, at // C.SCALE_ROWS, inside, AXIS)
     if C.GLOBAL_ROWS > 0:
-        found = gl.load(v.row_scale + at // C.GLOBAL_ROWS, mask=inside, other=0.0)
-        acc *= found[:, None]
+        acc = multiply_by(acc, factor, at // C.GLOBAL_ROWS, inside, AXIS)
     if weight is not None:
-        acc *= weight[None, :]
-    if bias is not None:
-        acc += gl.load(bias + at, mask=inside, other=0.0).to(gl.float32)[:, None]
+        acc *= across(weight, AXIS)
+    return add_bias(acc, bias, 0, at, inside, AXIS)
+
+
+@gluon.jit
+def finish_unit(acc, bias, scale, weight, expert, unit, v, C: gl.constexpr):
+    """A unit's finished sums, in the order of the weight's rows: see `finish_sums`."""
+    r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, acc.type.layout))
+    FIRST: gl.constexpr = UNIT // 2 if C.MIXED else UNIT  # rows from a unit's first to the next's
+    at = expert * C.WEIGHT_ROWS + unit * FIRST + row_of_sums(r, C)
+    inside = unit * UNIT + r < C.WEIGHT_ROWS  # a mixed unit is inside whole
+    acc = finish_sums(acc, scale, weight, (v.weight_scale, v.row_scale, bias), at, inside, 0, C)
     ordered = acc.reshape((4, 2, 8, acc.shape[1])).permute((0, 2, 1, 3))
     return ordered.reshape((UNIT, acc.shape[1]))
 
@@ -139,20 +148,14 @@ def store_units(out, bias, weights, scale, sums, units, slots, expert, v, C: gl.
         weight = gl.load(weights + gl.minimum(slots[0], v.num_slots - 1)).to(gl.float32)
     expert = gl.maximum(expert, 0).to(gl.int64)
     if C.MIXED:
-        both = finish(sums[0], bias, scale, weight, expert, units[0], v, C)
+        both = finish_unit(sums[0], bias, scale, weight, expert, units[0], v, C)
         store_mixed(out, both, units[0] * (UNIT // 2), slots, C)
     elif C.APART > 0:
-        g = finish(sums[0], bias, scale, weight, expert, units[0], v, C)
-        u = finish(sums[1], bias, scale, weight, expert, units[1], v, C)
+        g = finish_unit(sums[0], bias, scale, weight, expert, units[0], v, C)
+        u = finish_unit(sums[1], bias, scale, weight, expert, units[1], v, C)
         store_columns(out, activate(g, u, RULE), units[0] * UNIT, slots, C)
     else:
         for i in gl.static_range(UNITS):
-            acc = finish(sums[i], bias, scale, weight, expert, units[i], v, C)
-            if C.INTERLEAVED:
-                pairs = acc.reshape((UNIT // 2, 2, acc.shape[1])).permute((0, 2, 1))
-                g, u = pairs.split()
-                store_columns(out, activate(g, u, RULE), units[i] * (UNIT // 2), slots, C)
-            else:
-                if RULE is not None:
-                    acc = activate(acc, acc, RULE)
-                store_columns(out, acc, units[i] * UNIT, slots, C)
+            acc = finish_unit(sums[i], bias, scale, weight, expert, units[i], v, C)
+            value = activate_rows(acc, RULE, 1, 0)
+            store_columns(out, value, units[i] * value.shape[0], slots, C)

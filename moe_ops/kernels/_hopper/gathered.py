@@ -15,28 +15,23 @@ Source: the structure is that of CUTLASS's and DeepGEMM's warp-specialised kerne
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from moe_ops.kernels._gemm.tile import COUNTED, activate
+from moe_ops.kernels._gemm.tile import COUNTED
+from moe_ops.kernels._hopper.epilogue import finish_sums, load_scales, weight_rows
+from moe_ops.kernels._hopper.find import plan_arguments
+from moe_ops.kernels._hopper.memory import load_box
 from moe_ops.kernels._hopper.products import (
     BOX_ROWS,
-    Ring,
     add_products,
     add_scaled,
     add_wide,
     pass_by,
 )
+from moe_ops.kernels._hopper.ring import Ring, make_barriers, stage_to_fill, turn_of
 from moe_ops.kernels._hopper.schedule import hear, make_queue, schedule
-from moe_ops.kernels._hopper.slots import Vectors, count_tiles
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import HEADER
-
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""``tma.async_load`` from Triton 3.9 on, ``tma.async_copy_global_to_shared`` before."""
 
 
 @gluon.jit
@@ -51,9 +46,7 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
     while boxes > 0:
         row = first if C.ORDERED == "a" else m * C.BLOCK_M
         for k in range(C.STEPS):
-            stage = step % C.STAGES
-            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
-            full = ring.full.index(stage)
+            stage, full = stage_to_fill(ring, turn_of(step, C))
             for count in gl.static_range(1, BOXES + 1):
                 mbarrier.expect(full, BYTES + count * BOX_BYTES, pred=boxes == count)
             for box in gl.static_range(BOXES):
@@ -70,51 +63,6 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
             step += 1
         number += 1
         m, n, expert, first, boxes = hear(queue, number, 1)
-
-
-@gluon.jit
-def weight_rows(first, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The weight row of each accumulator column, and whether it is inside.
-
-    The output columns of the accumulator begin at ``first``.
-    """
-    c = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
-    if C.GATED:
-        n = first + c // 16 * 8 + c % 8
-        row = n * C.STEP + (c // 8 % 2) * C.UP
-    else:
-        n = first + c
-        row = n
-    return row, n < C.N
-
-
-@gluon.jit
-def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
-    """Apply scales that span K or routing weights, the bias and the activation, in float32."""
-    COLS: gl.constexpr = acc.shape[1]
-    LAYOUT: gl.constexpr = acc.type.layout
-    RULE: gl.constexpr = C.RULE
-    acc = acc.to(gl.float32)
-    at, inside = weight_rows(first, COLS, LAYOUT, C)
-    if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
-        GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
-        scale = v.weight_scale + expert * GROUPS + at // C.SCALE_ROWS
-        w_scale = gl.load(scale, mask=inside, other=0.0)
-        acc *= row_scale[:, None] * w_scale[None, :]
-    if C.WEIGHTED:
-        weight = gl.convert_layout(row_scale.to(gl.float32), gl.SliceLayout(1, LAYOUT))
-        acc *= weight[:, None]
-    if bias is not None:
-        acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[
-            None, :
-        ]
-    if C.GATED:
-        pairs = acc.reshape((acc.shape[0], acc.shape[1] // 16, 2, 8)).permute((0, 1, 3, 2))
-        g, u = pairs.split()
-        acc = activate(g, u, RULE).reshape((acc.shape[0], acc.shape[1] // 2))
-    elif RULE is not None:
-        acc = activate(acc, acc, RULE)
-    return acc
 
 
 @gluon.jit
@@ -161,7 +109,15 @@ def finish_and_store(
         finish_and_store(left, bias, row_scale, expert, first, v, out, slot, num_slots, C)
         finish_and_store(right, bias, row_scale, expert, first + THEN, v, out, slot, num_slots, C)
     else:
-        value = finish(acc, bias, row_scale, expert, first, v, C)
+        LAYOUT: gl.constexpr = acc.type.layout
+        rows = weight_rows(first, COLS, gl.SliceLayout(0, LAYOUT), C)
+        weight = None
+        if C.WEIGHTED:
+            weight = gl.convert_layout(row_scale.to(gl.float32), gl.SliceLayout(1, LAYOUT))
+        w_scale = None
+        if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
+            w_scale = load_scales(expert, rows, v, C)
+        value = finish_sums(acc, row_scale, w_scale, weight, bias, expert, rows, 1, C)
         store_rows(out, value, slot, first, num_slots, C)
 
 
@@ -232,23 +188,18 @@ def hopper_gemm_kernel(
     boxes: gl.constexpr = [STAGES * (C.BLOCK_M // BOX_ROWS)]
     rows = gl.allocate_shared_memory(a_desc.dtype, boxes + a_desc.block_shape, a_desc.layout)
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
-    scales = rows
+    scales = None
     if C.SCALE_COLS is not None:
         shape: gl.constexpr = [STAGES] + scale_desc.block_shape
         scales = gl.allocate_shared_memory(gl.float32, shape, scale_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=C.GROUPS)
+    barriers = make_barriers(STAGES, 1, C.GROUPS)
     queue = make_queue(C.GROUPS + 1)
     fence_async_shared()
-    ring = Ring(rows, weights, scales, full, empty)
+    ring = Ring(rows, weights, scales, None, *barriers)
     take_turn(LONG=True)
-    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    v = Vectors(
-        row_scale, weight_scale, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
-    )
+    scales = row_scale, weight_scale
+    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
+    v = plan_arguments(scales, *told, C)
     if C.GROUPS == 3:
         gl.warp_specialize(
             [

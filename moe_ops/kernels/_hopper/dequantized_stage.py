@@ -1,4 +1,4 @@
-"""The ring of tiles of the kernels for packed weights: allocation, copies, loads and products.
+"""Stages of the kernels that dequantize weights in registers: allocation, copies and loads.
 
 A stage has the words of a tile's units of 64 weight rows for `CHUNKS` chunks along K, their scales
 and zero points, and rows of tokens. TMA copies everything of the weight, each kind as one box.
@@ -6,49 +6,25 @@ and zero points, and rows of tokens. TMA copies everything of the weight, each k
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from moe_ops.kernels._hopper.fragments import (
     PAIRS,
     UNIT,
     WORDS,
     chunk_groups,
-    decoded,
     load_pairs,
     pair_type,
 )
-from moe_ops.kernels._hopper.memory import reinterpret
-from moe_ops.kernels._hopper.packed import load_box
+from moe_ops.kernels._hopper.memory import load_box, reinterpret
+from moe_ops.kernels._hopper.ring import Ring, make_barriers
 
 CHUNKS = gl.constexpr(2)
 """Chunks of 64 numbers along K in a stage."""
 GROUP_THREADS = gl.constexpr(128)
 """Threads of a multiplying warp group, each of which releases a stage."""
-
-
-@aggregate
-class Ring:
-    """Ring of tiles in shared memory, with its barriers: see `products.Ring`."""
-
-    rows: gl.shared_memory_descriptor
-    words: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor
-    zeros: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, rows, words, scales, zeros, full, empty):
-        self.rows, self.words, self.scales, self.zeros = rows, words, scales, zeros
-        self.full, self.empty = full, empty
 
 
 @gluon.jit
@@ -70,42 +46,22 @@ def make_ring(DTYPE: gl.constexpr, descs, FILLING: gl.constexpr, C: gl.constexpr
     shape: gl.constexpr = [STAGES, CHUNKS * C.BLOCK_M, UNIT]
     rows = gl.allocate_shared_memory(DTYPE, shape, SWIZZLED)
     words = allocate_boxes(w_desc, STAGES, 1)
-    scales, zeros = words, words
+    scales, zeros = None, None
     if C.STAGE_GROUPS > 0:
         scales = allocate_boxes(scale_desc, STAGES, C.SCALE_PLACES)
     if C.ZERO_BYTES > 0:
         zeros = allocate_boxes(zero_desc, STAGES, C.ZERO_PLACES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=FILLING)
-        mbarrier.init(empty.index(stage), count=C.GROUPS * GROUP_THREADS)
+    barriers = make_barriers(STAGES, FILLING, C.GROUPS * GROUP_THREADS)
     fence_async_shared()
-    return Ring(rows, words, scales, zeros, full, empty)
-
-
-@gluon.jit
-def first_turn():
-    """The first stage, and its phase."""
-    return gl.to_tensor(0), gl.to_tensor(0)
-
-
-@gluon.jit
-def next_turn(stage, phase, C: gl.constexpr):
-    """The stage after a stage, and its phase, which changes each time around.
-
-    Counted, not divided: a barrier cannot be waited for before its address is known.
-    """
-    last = stage == C.STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+    return Ring(rows, words, scales, zeros, *barriers)
 
 
 @gluon.jit
 def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
-    """A tile's units of 64 weight rows, one warp group's after the other's.
+    """Number of a tile's unit of 64 weight rows; a warp group has one or two consecutive units.
 
-    They are neighbours, or those of a warp group are one of gate rows and one of their up rows.
-    MIXED ones have 32 gate rows and their up rows each, and are numbered in their order.
+    Units are neighbours in the weight, or a warp group has a unit of gate rows and the unit of
+    their up rows. A MIXED unit has 32 gate rows and their up rows.
     """
     if C.APART > 0 and not C.MIXED:
         found = n * C.GROUPS + unit // C.UNITS + unit % C.UNITS * C.APART
@@ -122,7 +78,7 @@ def copy_weights(descs, ring, stage, place, full, C: gl.constexpr):
     OF_HALF: gl.constexpr = C.STAGE_UNITS // C.HALVES
     unit, group = n * OF_HALF, k * CHUNKS * UNIT // C.COLS if C.COLS > 0 else 0
     at = [expert, 0, unit, k * CHUNKS * (C.BITS // 2), 0]
-    load_box(w_desc, at, full, ring.words.index(stage))
+    load_box(w_desc, at, full, ring.weights.index(stage))
     if C.STAGE_GROUPS > 0:
         at = [expert, group, 0, unit * UNIT]
         load_box(scale_desc, at, full, ring.scales.index(stage * C.SCALE_PLACES))
@@ -162,10 +118,10 @@ def load_words(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.const
     words = ()
     for part in gl.static_range(PARTS):
         if C.MIXED:
-            words += (load_mixed_words(ring.words, stage, chunk * PARTS + part, unit, C),)
+            words += (load_mixed_words(ring.weights, stage, chunk * PARTS + part, unit, C),)
         else:
             first = (stage * C.STAGE_UNITS + place_of(unit, C)) * CHUNKS + chunk
-            view = reinterpret(ring.words, gl.int32, ALL, FLAT)
+            view = reinterpret(ring.weights, gl.int32, ALL, FLAT)
             words += (view.index(first * PARTS + part).load(WORDS),)
     return words
 
@@ -217,93 +173,3 @@ def load_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.const
     if C.ZERO_BYTES > 0:
         zero = load_groups(ring.zeros, stage, chunk, unit, C.ZERO_PLACES, 2 * C.BITS, C)
     return load_words(ring, stage, chunk, unit, C), scale, zero
-
-
-@gluon.constexpr_function
-def widths(ROWS):
-    """The columns of each piece of the sums over so many rows of a tile: powers of two."""
-    first = 2 ** (ROWS.bit_length() - 1)
-    return (first,) if first == ROWS else (first, ROWS - first)
-
-
-@gluon.constexpr_function
-def group_layout(columns):
-    """The layout of sums with so many columns, whose products a warp group computes together."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.jit
-def add_chunk(ring, stage, chunk: gl.constexpr, w, sums, ROWS: gl.constexpr, C: gl.constexpr):
-    """Start to add the products of a chunk's weights to each piece of a unit's sums."""
-    WIDTHS: gl.constexpr = widths(ROWS)
-    PIECES: gl.constexpr = len(WIDTHS)
-    more = ()
-    for i in gl.static_range(PIECES):
-        rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M + i * WIDTHS[0], WIDTHS[i], 0)
-        more += (warpgroup_mma(w, rows.permute((1, 0)), sums[i], is_async=True),)
-    return more
-
-
-@gluon.jit
-def under_way(sums):
-    """A unit's sums as those of products that were started."""
-    PIECES: gl.constexpr = len(sums)
-    more = ()
-    for i in gl.static_range(PIECES):
-        more += (warpgroup_mma_init(sums[i]),)
-    return more
-
-
-@gluon.jit
-def waited(LATER: gl.constexpr, products):
-    """A unit's sums, when no more than so many later products are under way."""
-    found = warpgroup_mma_wait(LATER, products)
-    return found if len(products) > 1 else (found,)
-
-
-@gluon.jit
-def add_together(
-    ring, stage, sums, FIRST: gl.constexpr, FENCED: gl.constexpr, ROWS: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """Add the products of the units from FIRST on to ``sums``: by the whole warp group.
-
-    While the product of one unit is under way, the weights of the other are decoded. Words are
-    loaded one product ahead, so that loads and products overlap.
-
-    ``sums``: of both units, each in the pieces of the first ROWS rows (see `widths`).
-
-    FENCED: threads wrote the rows, and WGMMA reads them through the async proxy, which takes a
-    fence. It waits for loads from shared memory, so it follows the first ones that are waited for.
-    """
-    DOT: gl.constexpr = gl.DotOperandLayout(0, sums[0][0].type.layout, 2)
-    PIECES: gl.constexpr = len(sums[0])
-    DTYPE: gl.constexpr = ring.rows.dtype
-    sum0, p1 = sums[0], under_way(sums[1])
-    next0 = load_chunk(ring, stage, 0, FIRST, C)
-    for chunk in gl.static_range(CHUNKS):
-        next1 = load_chunk(ring, stage, chunk, FIRST + 1, C)
-        w0 = decoded(next0, DTYPE, DOT, C)
-        if FENCED and chunk == 0:
-            fence_async_shared()
-        p0 = add_chunk(ring, stage, chunk, w0, sum0, ROWS, C)
-        if chunk + 1 < CHUNKS:
-            next0 = load_chunk(ring, stage, chunk + 1, FIRST, C)
-        sum1 = waited(PIECES, p1)
-        w1 = decoded(next1, DTYPE, DOT, C)
-        p1 = add_chunk(ring, stage, chunk, w1, sum1, ROWS, C)
-        sum0 = waited(PIECES, p0)
-    return sum0, waited(0, p1)
-
-
-@gluon.jit
-def release(ring, stage, FENCED: gl.constexpr):
-    """Let the copying warps overwrite a stage: each thread arrives, and waits for no other.
-
-    FENCED: words may still be on their way to registers. Without the fence TMA may overwrite them:
-    a load that was issued can wait behind loads from memory of other CTAs (seen on an H200). After
-    a product of registers that was waited for, its words have been read.
-    """
-    if FENCED:
-        fence_async_shared()  # words were loaded by threads, TMA writes through the async proxy
-    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
