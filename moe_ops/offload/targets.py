@@ -99,7 +99,7 @@ Finder = Callable[[nn.Module], Iterator[HostTarget]]
 
 
 def layers_on_host(model: nn.Module) -> Iterator[HostTarget]:
-    """Yield the `FusedMoE` layers_on_host of a model that belong to no other kind of target."""
+    """Yield the `FusedMoE` layers of a model that belong to no other kind of target."""
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
             yield LayerOnHost(name, module)

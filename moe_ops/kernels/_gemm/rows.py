@@ -41,19 +41,18 @@ def _to_rows_launch(is_plan: bool) -> Launch:
     return Launch(_to_rows_kernel, PLAN=is_plan, BLOCK=BLOCK, num_warps=4)
 
 
-def plan_in_rows(plan: Tensor, rows: Tensor | None) -> Tensor:
-    """The plan with rows in place of experts; the plan itself if ``rows`` is None."""
-    return plan if rows is None else _to_rows(plan, rows, is_plan=True)
+def plan_in_rows(plan: Tensor, rows: Tensor) -> Tensor:
+    """The plan with rows in place of experts."""
+    return _to_rows(plan, rows, is_plan=True)
 
 
-def map_in_rows(expert_map: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    """The row of each expert id; the expert map itself if ``rows`` is None."""
-    if rows is None or expert_map is None:
-        return expert_map if rows is None else rows
-    return _to_rows(expert_map.contiguous(), rows, is_plan=False)
+def map_in_rows(expert_map: Tensor | None, rows: Tensor) -> Tensor:
+    """The row of each expert id, -1 where there is none: an expert map."""
+    return rows if expert_map is None else _to_rows(expert_map, rows, is_plan=False)
 
 
 def _to_rows(source: Tensor, rows: Tensor, *, is_plan: bool) -> Tensor:
+    source = source.contiguous()
     out, count = torch.empty_like(source, dtype=torch.int32), source.shape[0]
     grid = (cdiv(count, BLOCK),)
     _to_rows_launch(is_plan)(grid, source, rows, out, count, rows.shape[0])
