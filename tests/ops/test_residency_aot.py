@@ -12,6 +12,7 @@ import aot  # noqa: E402
 from aot_launches import ARCHITECTURES, check_resources  # noqa: E402
 
 from moe_ops.kernels import residency  # noqa: E402
+from moe_ops.kernels._gemm import rows  # noqa: E402
 from moe_ops.residency.state import StateLayout  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_decisions_and_copies(arch):
     """Few experts and many; copies take 16 bytes a thread at once."""
-    aot.forget_kernels(residency)
+    aot.forget_kernels(residency, rows)
 
     def launch(empty):
         for experts, slots in ((128, 32), (512, 300)):
@@ -30,6 +31,9 @@ def test_decisions_and_copies(arch):
                 ids = empty(8, 8, dtype=dtype)
                 residency.make_resident(ids, None, state, experts, slots)
             residency._copy_launch(experts, slots, 10, True)((256,), table, state, 0)
+            held = empty(experts, dtype=torch.int32)
+            rows.map_in_rows(empty(experts, dtype=torch.int64), held)
+            rows.plan_in_rows(empty(3000, dtype=torch.int32), held)
 
     kernels = aot.compile_launch(arch, launch)
     check_resources(kernels, arch)
