@@ -55,6 +55,7 @@ def test_parts_have_the_bits_of_the_whole(scheme, tokens, mapped, device):
     expert_map = None
     if mapped:
         expert_map = torch.tensor([2, 0, -1, 5, 3, 1, 4, -1], dtype=torch.int32, device=device)
+        ids[0, 0] = 2  # an expert of another rank
     plan = ops.plan_slots(ids, expert_map, E, scheme, x.dtype)
     tiles, how = [plan, ids, expert_map], (K, scheme, x.dtype, "silu")
     rows, scale = x, None
@@ -71,3 +72,22 @@ def test_parts_have_the_bits_of_the_whole(scheme, tokens, mapped, device):
         mine = torch.isin(local.flatten(), torch.tensor(experts, device=device))
         assert torch.equal(out[~mine], before[~mine])
         assert torch.equal(out[mine], whole[mine])
+
+
+@pytest.mark.kernel
+def test_permuted_rows(device):
+    """Rows between two GEMMs keep their places, whichever part they belong to."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(40, H, generator=g).to(device)
+    w1, w2 = (torch.randn(E, *s, generator=g).to(device) / 8 for s in ((2 * N, H), (H, N)))
+    ids = torch.rand(40, E, generator=g).argsort(1)[:, :K].to(device, torch.int32)
+    tiles = [ops.plan_slots(ids, None, E, "unquantized", x.dtype), ids, None]
+    first, second = (K, "unquantized", x.dtype, "silu", True), (1, "unquantized", x.dtype, "", True)
+    h = LEG.expert_product(x, None, ExpertWeight(w1), None, tiles, *first)
+    y = LEG.expert_product(h, None, ExpertWeight(w2), None, tiles, *second)
+    parts = [torch.full_like(h, torch.nan), torch.full_like(y, torch.nan)]
+    for a, w, how, out in ((x, w1, first, parts[0]), (h, w2, second, parts[1])):
+        for experts in PARTS:
+            part = held(ExpertWeight(w), experts, device)
+            LEG.expert_product(a, None, part, None, tiles, *how, out=out)
+    assert torch.equal(parts[0], h) and torch.equal(parts[1], y)
