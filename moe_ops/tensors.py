@@ -126,11 +126,6 @@ class ExpertWeight(NamedTuple):
     """int32 ``(El,)``: the row of each expert in the tensors above, which then hold other numbers
     of experts; -1: none, and the expert's slots keep what they have. None: expert e is row e."""
 
-    @property
-    def num_experts(self) -> int:
-        """El."""
-        return (self.data if self.rows is None else self.rows).shape[0]
-
 
 AnyWeight = Sequence[Any]
 """An `ExpertWeight`, or the list of its fields that operators take: tensors and None."""

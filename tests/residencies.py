@@ -24,6 +24,12 @@ def residency(experts, slots, device, *, n=6, k=5, hidden=4):
     return Residency(held.weights, slots, torch.device(device), "unquantized", held.memory)
 
 
+def residency_of_weights(w1, w2, slots):
+    """Slots on the device of two weights that are not quantized."""
+    held = store(ExpertWeights(ExpertWeight(w1), ExpertWeight(w2)), pinned=w1.is_cuda)
+    return Residency(held.weights, slots, w1.device, "unquantized", held.memory)
+
+
 def decided(state, layout):
     """What `make_resident` decides, without what it leaves undefined and the mirror's address."""
     entries = state.tolist()

@@ -274,7 +274,7 @@ def copy_experts(
     """Launch as many programs as the wave may have chunks, up to `PROGRAMS`."""
     fakes.copy_experts(table, state, num_experts, num_slots, wave, last)
     owner = residency_of(table)[0]
-    chunks = sum(cdiv(x[0].nbytes, CHUNK) for x, _ in owner.pairs_of(table))
+    chunks = sum(cdiv(x.shape[1:].numel() * x.itemsize, CHUNK) for x, _ in owner.pairs_of(table))
     grid = (min(PROGRAMS, num_slots * chunks),)
     _copy_launch(num_experts, num_slots, len(table), last)(grid, table, state, wave)
 
@@ -349,7 +349,7 @@ def _check_stream(owner: Residency, x: Tensor) -> None:
     """
     if not x.is_cuda:
         return
-    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+    stream = triton.runtime.driver.active.get_current_stream(x.get_device())
     before, owner.stream = owner.stream, stream
     if before is None or before == stream or torch.cuda.is_current_stream_capturing():
         return

@@ -94,7 +94,7 @@ def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
 
 def _strides(x: Tensor) -> tuple[int, ...]:
     """The strides of ``x`` if each expert is one range of memory, one after the other."""
-    size, dense = x.stride(0), x[0].numel()
+    size, dense = x.stride(0), x.shape[1:].numel()
     axes = sorted(zip(x.stride()[1:], x.shape[1:], strict=True))
     expected = 1
     for stride, length in axes:

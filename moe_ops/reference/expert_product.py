@@ -17,7 +17,7 @@ from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.grouped import Epilogue, grouped
 from moe_ops.reference.products import product_of
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.reference.slots import multiply, planned_rows, take
+from moe_ops.reference.slots import multiply, num_experts_of, planned_rows, take
 from moe_ops.reference.weight_and_reduce import moe_fused_mul_sum
 from moe_ops.scheme import UNQUANTIZED, get_scheme
 from moe_ops.tensors import AnyTiles, AnyWeight, ExpertWeight
@@ -61,7 +61,7 @@ def expert_product(
         out: the tensor to write to, in which other rows stay as they are; None: a new one.
     """
     known, stored = get_scheme(scheme), ExpertWeight(*weight)
-    quant, num_experts = known.activation, stored.num_experts
+    quant, num_experts = known.activation, num_experts_of(stored)
     rows: tuple[Any, Any] = a, a_scale
     if quant is not None and a.dtype != quant.dtype:
         _, topk_ids, expert_map = tiles
@@ -115,5 +115,5 @@ def expert_product_sum(
     how = (scheme, out_dtype, "", expert_order, batch_invariant)
     y = expert_product(a, a_scale, weight, None, tiles, 1, *how)
     _, topk_ids, expert_map = tiles
-    num_experts = ExpertWeight(*weight).num_experts
+    num_experts = num_experts_of(ExpertWeight(*weight))
     return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_experts)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import TileRule
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_rows, present_rows, take
+from moe_ops.reference.slots import num_experts_of, planned_rows, present_rows, take
 from moe_ops.tensors import AnyTiles, ExpertWeight
 
 Product = Callable[[int, Sequence[Tensor], Tensor], None]
@@ -62,7 +62,7 @@ def grouped(
         out: the tensor to write to; None: a new one.
     """
     num_slots, n = len(inputs[0]) * top_k, weight.data.shape[1]
-    planned = planned_rows(tiles, rule, num_slots, weight.num_experts)
+    planned = planned_rows(tiles, rule, num_slots, num_experts_of(weight))
     slots, experts, counts, between = present_rows(planned, weight.rows)
     source = between if permuted == "a" else slots // top_k
     rows = torch.empty((len(slots), n), device=weight.data.device)

@@ -82,7 +82,7 @@ class Residency:
         """The rows of the table."""
         rows, before = [], 0
         for x, y in self.pairs:
-            size = x[0].nbytes
+            size = x.shape[1:].numel() * x.itemsize
             rows.append([self.memory.device_address(x), y.data_ptr(), size, before])
             before += -(-size // CHUNK)
         return rows
@@ -90,7 +90,7 @@ class Residency:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
-        return sum(x[0].nbytes for x, _ in self.pairs)
+        return sum(x.shape[1:].numel() * x.itemsize for x, _ in self.pairs)
 
     def pairs_of(self, table: Tensor) -> list[Pair]:
         """The tensors that the rows of a part of the table describe."""
@@ -129,7 +129,7 @@ def _slots_for(x: Tensor | None, num_slots: int, device: torch.device) -> Tensor
     """Memory for K experts of a tensor, each laid out as in the store."""
     if x is None:
         return None
-    size, strides = x[0].numel(), x.stride()[1:]
+    size, strides = x.shape[1:].numel(), x.stride()[1:]
     shape = (num_slots, *x.shape[1:])
     return torch.empty_strided(shape, (size, *strides), dtype=x.dtype, device=device)
 

@@ -90,15 +90,14 @@ class StateLayout(NamedTuple):
 
     def rows_of(self, state: Tensor) -> Tensor:
         """The part `rows` of a state."""
-        first = 2 * self.rows
-        return state.view(torch.int32)[first : first + self.num_experts]
+        return state.view(torch.int32).narrow(0, 2 * self.rows, self.num_experts)
 
     def new_state(self, device: torch.device, mirror: int = 0) -> Tensor:
         """A state in which no slot holds an expert."""
-        state = torch.zeros(self.length, dtype=torch.int64, device=device)
+        state = torch.zeros(self.length, dtype=torch.int64, device="cpu")
         state[MIRROR] = mirror
         self.empty_(state)
-        return state
+        return state.to(device)
 
     def empty_(self, state: Tensor) -> None:
         """Forget the experts in the slots; counters stay."""
