@@ -23,23 +23,25 @@ from moe_ops.kernels import (  # noqa: E402
     expert_product,
     permute,
     quantize,
+    residency,
     routing,
     topk_align,
     weight_and_reduce,
 )
+from moe_ops.kernels._gemm import rows  # noqa: E402
 from moe_ops.ops import STAGES  # noqa: E402
+from moe_ops.residency import StateLayout  # noqa: E402
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODULES = (
-    activation, align, batched, eplb, expert_product, permute, quantize, routing, topk_align,
-    weight_and_reduce,
+    activation, align, batched, eplb, expert_product, permute, quantize, residency, routing,
+    topk_align, weight_and_reduce,
 )  # fmt: skip
 """Stages whose kernels are compiled here."""
 ELSEWHERE = {
     "expert_dgrad": "test_gradients_aot.py",
-    "residency": "test_residency_aot.py",
     "expert_wgrad": "test_gradients_aot.py",
     "routing_adjust": "test_routing_aot.py",
     "symmetric": "test_symmetric_aot.py",
@@ -84,6 +86,17 @@ def test_epilogues_and_tails(activation_key):
     check_resources(aot.compile_launch(90, launch), 90)
 
 
+def launch_residency(empty, experts, slots):
+    """Decisions and copies of experts in host memory, and plans in rows."""
+    state = empty(StateLayout(experts, slots).length, dtype=torch.int64)
+    for dtype in (torch.int32, torch.int64):
+        residency.make_resident(empty(8, 8, dtype=dtype), None, state, experts, slots)
+    table, held = empty(10, 4, dtype=torch.int64), empty(experts, dtype=torch.int32)
+    residency._copy_launch(experts, slots, 10, True)((256,), table, state, 0)
+    rows.map_in_rows(empty(experts, dtype=torch.int64), held)
+    rows.plan_in_rows(empty(3000, dtype=torch.int32), held)
+
+
 def launch_rest(tokens, experts=257, k=8):
     def launch(empty):
         ids = empty(tokens, k, dtype=torch.int32)
@@ -117,6 +130,8 @@ def launch_rest(tokens, experts=257, k=8):
         eplb.eplb_map_to_physical_and_record(
             ids, expert_map, replicas, expert_map, enabled, unpadded, torch.int64, 0, unpadded
         )
+        for slots in (32, 200):
+            launch_residency(empty, experts, slots)
 
     return launch
 
@@ -139,8 +154,11 @@ def test_alignment(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("tokens", [1, 4096])
 def test_other_stages(arch, tokens):
+    """Copies from host memory take 16 bytes a thread at once."""
     kernels = aot.compile_launch(arch, launch_rest(tokens))
     check_resources(kernels, arch)
+    copies = [k for k in kernels if k.metadata.name == "_copy_experts_kernel"]
+    assert copies and all(k.asm["ptx"].count(".v4.b32") >= 8 for k in copies)
 
 
 def test_every_stage_is_compiled():
