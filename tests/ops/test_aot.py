@@ -11,7 +11,13 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import ARCHITECTURES, check_resources, launch_gemms, slot_plan  # noqa: E402
+from aot_launches import (
+    ARCHITECTURES,
+    check_resources,
+    launch_gemms,
+    launch_residency,
+    slot_plan,
+)  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
@@ -28,9 +34,7 @@ from moe_ops.kernels import (  # noqa: E402
     topk_align,
     weight_and_reduce,
 )
-from moe_ops.kernels._gemm import rows  # noqa: E402
 from moe_ops.ops import STAGES  # noqa: E402
-from moe_ops.residency import StateLayout  # noqa: E402
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -84,17 +88,6 @@ def test_epilogues_and_tails(activation_key):
     """H 2880 and I 1408 / 2: no tile divides them."""
     launch = launch_gemms(64, torch.bfloat16, activation_key, 2880, 704, has_bias=True)
     check_resources(aot.compile_launch(90, launch), 90)
-
-
-def launch_residency(empty, experts, slots):
-    """Decisions and copies of experts in host memory, and plans in rows."""
-    state = empty(StateLayout(experts, slots).length, dtype=torch.int64)
-    for dtype in (torch.int32, torch.int64):
-        residency.make_resident(empty(8, 8, dtype=dtype), None, state, experts, slots)
-    table, held = empty(10, 4, dtype=torch.int64), empty(experts, dtype=torch.int32)
-    residency._copy_launch(experts, slots, 10, True)((256,), table, state, 0)
-    rows.map_in_rows(empty(experts, dtype=torch.int64), held)
-    rows.plan_in_rows(empty(3000, dtype=torch.int32), held)
 
 
 def launch_rest(tokens, experts=257, k=8):
