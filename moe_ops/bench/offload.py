@@ -64,7 +64,7 @@ class OffloadRow:
     steps_us: float
     """Average over a sequence of routings."""
     hit_rate: float
-    """That of the sequence."""
+    """Hits of the sequence over the experts that it wanted."""
     misses: float
     """Average number of experts that a call copies."""
     copied_gb_per_s: float | None
@@ -72,7 +72,7 @@ class OffloadRow:
     engine_gb_per_s: float | None
     """The copy engine's rate for as many bytes as a call copies."""
     same_bits: bool
-    """Whether results are those of the layer with all experts on the device."""
+    """Whether results equal, bit for bit, the layer with all experts on the device."""
 
 
 class HostCase(NamedTuple):
@@ -182,10 +182,10 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run the benchmark and return the exit status: 1 after a failure.
+    """Run the benchmark; the exit status is 1 after a failure.
 
     Args:
-        arguments: command-line arguments; None: those of the process.
+        arguments: command-line arguments; None: the process's.
         prog: name of the command in its help.
     """
     args, device, started = options(arguments, prog), default_device(), time.monotonic()

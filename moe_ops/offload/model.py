@@ -25,15 +25,15 @@ def offload_(
     modules: Modules | None = None,
     progress: bool = True,
 ) -> ModelT:
-    """Put the experts of a model in host memory, and keep some of each layer on its device.
+    """Put the experts of a model in host memory, in place; each layer has some on its device, too.
 
     Results have the bits of the model with all experts on the device. Which experts are on the
     device is decided there, by what tokens want: the one that was used longest ago makes room. The
     host waits for nothing, so `torch.compile` and CUDA graphs work. A call that wants more experts
     of a layer than there is room for runs them in waves.
 
-    Experts are those of transformers models that `moe_ops.integrations.transformers` runs, and
-    `FusedMoE` layers in any module (or the module itself). Call this last: after `quantize_`, PEFT
+    Experts are in transformers models that `moe_ops.integrations.transformers` runs, and in
+    `FusedMoE` layers of any module (or the module itself). Call this last: after `quantize_`, PEFT
     and ``adapt``, and before `torch.compile` and the capture of CUDA graphs. Parameters and state
     dicts keep their names and hold all experts; they are on the host, in pinned memory if the
     device is a GPU, and ``model.to()`` leaves them there. They no longer require grad: a backward

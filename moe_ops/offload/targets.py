@@ -88,8 +88,7 @@ class LayerOnHost(HostTarget):
     def put(self, resident: int | None, device: torch.device) -> None:
         """Change the layer's parameters."""
         layer = self.module
-        quantized = layer.scheme.weight is not None
-        if quantized and device.type == "cuda" and layer.w13_weight.device.type == "cpu":
+        if device.type == "cuda" and layer.w13_weight.device.type == "cpu":
             layer._device = device  # which decides on the form of the weights
             convert_for_device(layer)
         offload(layer, self.amount().num_experts if resident is None else resident, device)

@@ -75,7 +75,7 @@ def store(weights: ExpertWeights, *, pinned: bool) -> Store:
 
 
 def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
-    """Return the tensor of a store whose numbers are those of a parameter; None: there is none.
+    """Return the tensor of a store that holds a parameter; None: there is none.
 
     Args:
         x: the parameter that one of ``weights`` is, or is a view of.

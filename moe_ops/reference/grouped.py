@@ -46,7 +46,7 @@ def grouped(
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * product + bias[e])`` in float32, rounded once.
 
-    Rows of skipped slots are zeros, or those of ``out``.
+    Rows of skipped slots are zeros; with ``out`` they stay as they are.
 
     Args:
         product: see `Product`.

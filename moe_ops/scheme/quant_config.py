@@ -67,8 +67,8 @@ class FusedMoEQuantConfig:
     w2_bias: Tensor | None = None
 
     on_host: ClassVar[ExpertWeights | None] = None
-    """The weights to multiply instead of those of a call, which stand for experts in host memory:
-    see `moe_ops.pipeline.host_experts`."""
+    """Weights to multiply in place of a call's arguments, if these stand for experts in host
+    memory: see `moe_ops.pipeline.host_experts`."""
 
     __repr__ = brief
 

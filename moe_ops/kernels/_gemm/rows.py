@@ -24,7 +24,7 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["count", "num_experts"])
 def _to_rows_kernel(source, rows, out, count, num_experts, PLAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a block of entries, of which experts become rows: in a PLAN those of its tiles."""
+    """Copy a block of entries with rows in place of experts; a PLAN has experts for its tiles."""
     take_turn()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(source + at, mask=at < count, other=-1)

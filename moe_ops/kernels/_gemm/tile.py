@@ -28,7 +28,7 @@ def tile_arguments(
 ) -> tuple[Any, ...]:
     """The plan arguments of a kernel: ``tiles, expert_map, num_slots, num_ids, ...``.
 
-    With ``rows``, those of an `ExpertWeight`, kernels find these in place of experts: see
+    With ``rows`` (of an `ExpertWeight`) kernels find rows in place of experts: see
     `moe_ops.kernels._gemm.rows`.
     """
     if rows is not None:
