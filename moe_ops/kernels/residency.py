@@ -305,7 +305,7 @@ def host_product(
         rest = (top_k, owner.scheme, out_dtype, *how)
         products.expert_product(a, a_scale, weight, topk_weights, tiles, *rest, out=out)
 
-    _check_stream(owner, a)
+    _wait_for_other_stream(owner, a)
     _DECIDE_AND_COPY.run(table, state, tiles, multiply)
     return out
 
@@ -336,27 +336,24 @@ def host_product_sum(
         rest = (topk_weights, tiles, owner.scheme, out_dtype, *how)
         out.append(products.expert_product_sum(a, a_scale, weight, *rest))
 
-    _check_stream(owner, a)
+    _wait_for_other_stream(owner, a)
     _DECIDE_AND_COPY.run(table, state, tiles, multiply)
     return out[0]
 
 
-def _check_stream(owner: Residency, x: Tensor) -> None:
-    """Check that no call on another stream uses the slots now; captured streams are not asked.
+def _wait_for_other_stream(owner: Residency, x: Tensor) -> None:
+    """Let the current stream wait for the stream of the call before, which uses the same slots.
 
-    Raises:
-        RuntimeError: one does.
+    Calls that are captured wait for nothing: whoever replays them orders the replays.
     """
     if not x.is_cuda:
         return
     stream = triton.runtime.driver.active.get_current_stream(x.get_device())
-    before, owner.stream = owner.stream, stream
-    if before is None or before == stream or torch.cuda.is_current_stream_capturing():
-        return
-    other = torch.cuda.ExternalStream(before, x.device) if before else torch.cuda.default_stream()
-    if not other.query():
-        raise RuntimeError(
-            "experts in host memory must be used by one stream at a time, since calls share their "
-            f"slots: got a call on stream {stream} while stream {before} runs one "
-            "(wait for it first)"
-        )
+    before = owner.stream
+    if before is None:
+        owner.stream = stream
+    elif before != stream and not torch.cuda.is_current_stream_capturing():
+        owner.stream = stream
+        default = torch.cuda.default_stream(x.device)
+        other = torch.cuda.ExternalStream(before, x.device) if before else default
+        torch.cuda.current_stream(x.device).wait_stream(other)

@@ -103,6 +103,7 @@ class _Registration:
         self.pointer: int | None = None
         error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, PORTABLE_AND_MAPPED))
         if error:
+            _forget_error()
             room = available_bytes()
             raise RuntimeError(
                 f"resident experts must have {size} bytes of host memory that CUDA can register, "
@@ -118,6 +119,13 @@ class _Registration:
         if self.pointer is not None:
             with suppress(Exception):
                 torch.cuda.cudart().cudaHostUnregister(self.pointer)
+
+
+def _forget_error() -> None:
+    """Let PyTorch report the error that CUDA keeps for the next launch, and drop it."""
+    with suppress(Exception):
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
 
 
 def _device_pointer(pointer: int) -> int:

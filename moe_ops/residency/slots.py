@@ -57,6 +57,7 @@ class Residency:
         self.memory, self.num_experts = memory, len(store[0].data)
         self.layout = StateLayout(self.num_experts, num_slots)
         self.stream: int | None = None
+        """The stream of the last call that was not captured."""
         self.slots = tuple(_slots_of(weight, num_slots, device) for weight in store)
         self.pairs: list[Pair] = []
         counts = []
