@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -68,16 +68,20 @@ def operands_of(operator: str, given: Mapping[str, Any]) -> OperandSpecs:
         given: arguments by their names in the schema; those that have defaults may be missing.
     """
     a, weight, tiles = given["a"], ExpertWeight(*given["weight"]), given["tiles"]
-    a_scale, w_scale = (
-        None if x is None else TensorSpec.of(x) for x in (given.get("a_scale"), weight.scale)
+    a_scale, w, w_scale = (
+        None if x is None else TensorSpec.of(x)
+        for x in (given.get("a_scale"), weight.data, weight.scale)
     )
-    scheme, w = given.get("scheme", UNQUANTIZED.key), TensorSpec.of(weight.data)
-    if weight.rows is not None:  # plans are those of all experts
-        w = w._replace(shape=(weight.rows.shape[0], *w.shape[1:]))
+    if weight.rows is not None:  # the weight of all experts has the same plan
+        experts = weight.rows.shape[0]
+        w, w_scale = (
+            None if x is None else x._replace(shape=(experts, *x.shape[1:])) for x in (w, w_scale)
+        )
+    scheme = given.get("scheme", UNQUANTIZED.key)
     return OperandSpecs(
         TensorSpec.of(a),
         a_scale,
-        w,
+        cast(TensorSpec, w),
         w_scale,
         given.get("out_dtype", a.dtype),
         gemm_rule(scheme, a, tiles, given.get("batch_invariant", False)),

@@ -9,7 +9,9 @@ from products import weight_of
 from table_items import every_row
 
 from moe_ops import ops
-from moe_ops.scheme import get_scheme, quantize_weight
+from moe_ops.dispatch.operands import operands_of
+from moe_ops.scheme import SCHEMES as SCHEMES_IN_FULL
+from moe_ops.scheme import get_scheme, pack_weight, packs, quantize_weight
 from moe_ops.tensors import ExpertWeight
 
 E, K, H, N = 6, 2, 64, 64
@@ -91,3 +93,27 @@ def test_permuted_rows(device):
             part = held(ExpertWeight(w), experts, device)
             LEG.expert_product(a, None, part, None, tiles, *how, out=out)
     assert torch.equal(parts[0], h) and torch.equal(parts[1], y)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
+def test_plans_are_those_of_all_experts():
+    """In every scheme and form, with room for half of the experts."""
+    ids = torch.zeros(16, K, dtype=torch.int32)
+    for scheme in SCHEMES_IN_FULL:
+        known = get_scheme(scheme)
+        w = torch.ones(E, 128, 128)
+        forms = [ExpertWeight(w.bfloat16())]
+        if known.weight is not None:
+            q = quantize_weight(w, scheme)
+            forms = [weight_of(q)]
+            forms += [weight_of(pack_weight(q, scheme))] if packs(scheme, 128, 128) else []
+        for whole in forms:
+            part = ExpertWeight(*(None if x is None else x[:3].contiguous() for x in whole[:5]))
+            part = part._replace(rows=torch.zeros(E, dtype=torch.int32))
+            rest = {
+                "a": torch.zeros(16, 128, dtype=torch.bfloat16), "tiles": [None, ids, None],
+                "top_k": K, "scheme": scheme, "out_dtype": torch.bfloat16,
+            }  # fmt: skip
+            first, second = (operands_of("expert_product", {**rest, "weight": x})
+                             for x in (whole, part))  # fmt: skip
+            assert first == second, scheme
