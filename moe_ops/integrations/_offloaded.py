@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,13 +77,17 @@ class ExpertsOnHost(HostTarget):
             hold(self.module, resident, device)
 
 
+@dataclass(frozen=True)
 class QuantizedOnHost(LayerOnHost):
     """The layer inside of an experts module that `quantize_` has quantized."""
+
+    top_k: int = 1
+    """k of the model, which the layer does not know."""
 
     def amount(self) -> Amount:
         """Return the layer's sizes with the k of the model."""
         found = super().amount()
-        return found._replace(top_k=min(_top_k(self.module), found.num_experts))
+        return found._replace(top_k=min(self.top_k, found.num_experts))
 
 
 def _top_k(experts: Any) -> int:
@@ -105,7 +110,7 @@ def modules_on_host(model: nn.Module) -> Iterator[HostTarget]:
             continue
         layer = quantized_layer(module) if _reach.is_decorated(module) else None
         if layer is not None:
-            yield QuantizedOnHost(name, layer)
+            yield QuantizedOnHost(name, layer, _top_k(module))
         elif _is_known(module):
             yield ExpertsOnHost(name, module)
 

@@ -131,6 +131,9 @@ def test_modules_that_are_refused_before_anything_moves():
     model.set_experts_implementation("eager")
     with pytest.raises(NotImplementedError, match="its experts_implementation is 'eager'"):
         on_host(model)
+    for form in FORMS:
+        with pytest.raises(ValueError, match="resident must be an int from top_k = 2 to 8"):
+            on_host(tiny(form), 1)
     static = fp8.experts(block_size=(32, 32), activation_scheme="static")
     with pytest.raises(NotImplementedError, match="static activation scales"):
         on_host(static)

@@ -390,6 +390,11 @@ def test_modules_choose_layers():
     assert model.first.host_experts and model.second.host_experts is None
     with torch.no_grad():
         assert torch.equal(model(*batch()), plain(*batch()))
+    balanced = torch.nn.ModuleList([filled(), FusedMoE(E, K, 32, I, enable_eplb=True)])
+    weight = balanced[0].w13_weight
+    with pytest.raises(NotImplementedError, match="FusedMoE '1': enable_eplb must be False"):
+        moe_ops.offload_(balanced, resident=3, progress=False)
+    assert balanced[0].w13_weight is weight
     with pytest.raises(ValueError, match="modules must fit names of experts modules"):
         moe_ops.offload_(model, resident=3, modules="third")
     with pytest.raises(ValueError, match="model must have experts"):

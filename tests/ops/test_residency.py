@@ -13,7 +13,7 @@ from moe_ops.reference import residency as reference
 from moe_ops.residency import OffloadStats, parse_amount, residency_of, waves_of
 from moe_ops.residency.amount import Amount
 
-STEPS = 15 if INTERPRETED else 10_000
+STEPS = 80 if INTERPRETED else 10_000
 HOSTILE = (-1, -(2**40), 2**31 + 1, 2**32)
 
 
