@@ -52,7 +52,6 @@ from moe_ops.tensors import QTensor
 from moe_ops.version import __version__
 
 _LATER = {
-    "clip_grad_norm_": "layer.clipping",
     "FusedMoE": "layer",
     "FusedMoEOptions": "layer",
     "LoadReport": "layer.checkpoint",
@@ -60,7 +59,6 @@ _LATER = {
     "explain": "pipeline.explanation",
     "load_checkpoint": "layer.checkpoint",
     "quantize_": "quantization",
-    "sharded_state_dict": "layer.sharded",
 }
 """Names whose modules are imported when they are first used."""
 _MOVED = {
@@ -109,8 +107,6 @@ _MOVED = {
 if TYPE_CHECKING:
     from moe_ops.layer import FusedMoE, FusedMoEOptions
     from moe_ops.layer.checkpoint import LoadReport, load_checkpoint
-    from moe_ops.layer.clipping import clip_grad_norm_
-    from moe_ops.layer.sharded import sharded_state_dict
     from moe_ops.pipeline.explanation import explain
     from moe_ops.quantization import quantize_
     from moe_ops.training import expert_lora
@@ -136,7 +132,6 @@ __all__ = [
     "__version__",
     "apply_moe_activation",
     "checking",
-    "clip_grad_norm_",
     "dequantize_weight",
     "expert_lora",
     "explain",
@@ -157,7 +152,6 @@ __all__ = [
     "quantize_weight",
     "select_experts",
     "select_kernel",
-    "sharded_state_dict",
     "unpack_weight",
     "warmup",
     "workspace_nbytes",
