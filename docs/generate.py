@@ -31,6 +31,7 @@ from moe_ops.support import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import host_table  # noqa: E402
 import inside_report  # noqa: E402
 import models_report  # noqa: E402
 import peers_report  # noqa: E402
@@ -393,6 +394,7 @@ def headline() -> str:
 
 
 PAGES = {
+    "offload": host_table.table,
     "support": lambda: f"{support.support_table()}\n\n{support.block_scaled_note()}",
     "schemes": schemes,
     "models": models,

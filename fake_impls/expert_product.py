@@ -101,10 +101,11 @@ def num_slots(
         TypeError: another ``out_dtype`` than that of rows which are not quantized.
     """
     rule, known = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
-    w, bias, w_scale, zero_point, global_scale = sizes.expert_weight(weight)
+    w, bias, w_scale, zero_point, global_scale, rows = sizes.expert_weight(weight)
     quant, each = known.activation, known.numbers_per_entry(w.dtype)
     narrow = quant is not None and quant.element.packed
-    slots = sizes.gemm(a, w, (2 if narrow else 1, each), bias, tiles, rule, top_k)
+    local = None if rows is None else rows.shape[0]
+    slots = sizes.gemm(a, w, (2 if narrow else 1, each), bias, tiles, rule, top_k, local)
     experts, n, width = w.shape
     sizes.weight_parts(scheme, (experts, n, each * width), w, w_scale, global_scale, zero_point)
     if expert_order and known.weight is not None:

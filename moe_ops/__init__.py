@@ -58,6 +58,8 @@ _LATER = {
     "expert_lora": "training",
     "explain": "pipeline.explanation",
     "load_checkpoint": "layer.checkpoint",
+    "offload_": "offload",
+    "offload_stats": "offload",
     "quantize_": "quantization",
 }
 """Names whose modules are imported when they are first used."""
@@ -107,6 +109,7 @@ _MOVED = {
 if TYPE_CHECKING:
     from moe_ops.layer import FusedMoE, FusedMoEOptions
     from moe_ops.layer.checkpoint import LoadReport, load_checkpoint
+    from moe_ops.offload import offload_, offload_stats
     from moe_ops.pipeline.explanation import explain
     from moe_ops.quantization import quantize_
     from moe_ops.training import expert_lora
@@ -146,6 +149,8 @@ __all__ = [
     "moe_kernel_quantize_input",
     "moe_permute",
     "moe_unpermute",
+    "offload_",
+    "offload_stats",
     "pack_weight",
     "packs",
     "quantize_",

@@ -17,12 +17,13 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.activation import kind_and_key
-from moe_ops.bench import layer, ranks
+from moe_ops.bench import layer, offload, ranks
 from moe_ops.bench.command import (
     SCHEME_NAMES,
     Parser,
     add_layer_options,
     add_time_budget,
+    amount,
     count,
     device_help,
     gpu_named,
@@ -44,6 +45,7 @@ from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
 from moe_ops.pipeline.devices import target_named, target_of
 from moe_ops.pipeline.exchange.traffic import LINKS, Link
 from moe_ops.pipeline.explanation import explain
+from moe_ops.pipeline.host_costs import HOST_GBPS
 from moe_ops.scheme import Scheme, get_scheme
 from moe_ops.tuning import files, report
 from moe_ops.tuning.search import Clock, Prepare, Subject
@@ -62,9 +64,11 @@ _CUDA = torch.device("cuda")
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    """Time layers on one GPU, or with ``--ranks`` on several."""
-    spread = any(argument.partition("=")[0] == "--ranks" for argument in arguments)
-    return (ranks if spread else layer).main(arguments, prog=f"{PROGRAM} bench")
+    """Time layers on one GPU, with ``--ranks`` on several, or with ``--resident`` offloaded."""
+    named = {argument.partition("=")[0] for argument in arguments}
+    spread, on_host = "--ranks" in named, "--resident" in named
+    chosen = ranks if spread else offload if on_host else layer
+    return chosen.main(arguments, prog=f"{PROGRAM} bench")
 
 
 def _explain(arguments: Sequence[str]) -> int:
@@ -78,7 +82,10 @@ def _explain(arguments: Sequence[str]) -> int:
         parser.error(f"--ranks must be at most the {problem.num_experts} experts, got {ranks}")
     activation = chosen.activation or problem.activation
     spread = {"dp_size": ranks, "ep_size": ranks, "use_ep": ranks > 1}
-    options = {"num_tokens": chosen.tokens, "device": chosen.device, "link": _link(chosen)}
+    options = {
+        "num_tokens": chosen.tokens, "device": chosen.device, "link": _link(chosen),
+        "resident": chosen.resident, "host_gbps": chosen.host_gbps,
+    }  # fmt: skip
     try:
         config = problem.config(
             "cuda" if torch.cuda.is_available() else "cpu",
@@ -115,6 +122,7 @@ def _explain_parser() -> argparse.ArgumentParser:
         "--model deepseek-v3 --scheme fp8_block128 --device h100",
         "--sizes 128,8,2048,768 --scheme int4_w4a16_g128 --device sm_90 --json",
         "--model qwen3-30b-a3b --device h200 --ranks 8",
+        "--model qwen3-30b-a3b --device h100 --resident 32",
     )
     about = "Say which kernels a layer runs on, why, and what it costs. Runs no kernel."
     parser = Parser(f"{PROGRAM} explain", about, examples)
@@ -138,6 +146,10 @@ def _explain_parser() -> argparse.ArgumentParser:
     add("--link", choices=LINKS, default="nvlink4", help="what joins them (default: %(default)s)")
     rate_help = "gigabytes per second that leave a rank, in place of the link's"
     add("--link-gbps", type=readable(number), metavar="GB/S", help=rate_help)
+    resident_help = "experts on the GPU if all are in host memory: a number, a share or 2.5GB"
+    add("--resident", type=readable(amount), metavar="N", help=resident_help)
+    host_help = "gigabytes per second from host memory (default: %(default)s)"
+    add("--host-gbps", type=readable(number), default=HOST_GBPS, metavar="GB/S", help=host_help)
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 

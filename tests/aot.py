@@ -94,6 +94,21 @@ class FakeWindow(Window):
         return self.own.new_empty(shape, dtype=dtype)
 
 
+class FakeHostMemory:
+    """Memory of the host that no GPU reads."""
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self.size = size
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return bytes of their own."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def device_address(self, x: torch.Tensor) -> int:
+        """Return any address."""
+        return 0
+
+
 def fake_windows(layout: WindowLayout, device: torch.device, timeout: float) -> list[FakeWindow]:
     """Stands for `moe_ops.pipeline.exchange.memory.allocate_here` of one rank."""
     return [FakeWindow(layout, torch.empty(2, dtype=torch.int64, device=device))]

@@ -11,8 +11,10 @@ from token_layers import Layer
 
 from moe_ops import fake_impls
 from moe_ops.dispatch.device import Device
-from moe_ops.kernels import align, expert_product, topk_align
+from moe_ops.kernels import align, expert_product, residency, topk_align
+from moe_ops.kernels._gemm import rows
 from moe_ops.ops import STAGES
+from moe_ops.residency import StateLayout
 from moe_ops.scheme import get_scheme
 from moe_ops.scheme.packed import groups_first
 from moe_ops.support import SUPPORT
@@ -171,6 +173,17 @@ def launch_packed_layer(scheme, tile, activation, hidden, width, dtype=torch.bfl
     return launch
 
 
+def launch_residency(empty, experts, slots):
+    """Decisions and copies of experts in host memory, and plans in rows."""
+    state = empty(StateLayout(experts, slots).length, dtype=torch.int64)
+    for dtype in (torch.int32, torch.int64):
+        residency.make_resident(empty(8, 8, dtype=dtype), None, state, experts, slots)
+    table, held = empty(10, 4, dtype=torch.int64), empty(experts, dtype=torch.int32)
+    residency._copy_launch(experts, slots, 10, True)((256,), table, state, 0)
+    rows.map_in_rows(empty(experts, dtype=torch.int64), held)
+    rows.plan_in_rows(empty(3000, dtype=torch.int32), held)
+
+
 def launch_samples(names):
     """What the samples of operators launch."""
     samples = operator_samples.samples("cpu")
@@ -181,7 +194,10 @@ def launch_samples(names):
                 return [moved(value) for value in x]
             return empty(*x.shape, dtype=x.dtype) if torch.is_tensor(x) else x
 
-        for qualified in names:
+        found_by_address = operator_samples.OF_TABLES
+        if not {*found_by_address}.isdisjoint(names):
+            launch_residency(empty, 4, 2)
+        for qualified in (name for name in names if name not in found_by_address):
             module = importlib.import_module(f"moe_ops.kernels.{STAGES[qualified]}")
             function = getattr(module, qualified.replace(".", "_"))
             for arguments in samples[qualified]:

@@ -94,7 +94,7 @@ class Memory:
         return interpreter.TensorHandle(real, pointers.dtype)
 
     def shared(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """The same addresses, which must be in memory that ranks share: see `moe_ops.windows`."""
+        """The same addresses, which must be in memory that kernels find by addresses."""
         inside = np.zeros(addresses.shape, dtype=bool)
         for windows in moe_ops.windows.open_windows():
             length = windows.layout.parts.end
@@ -102,6 +102,9 @@ class Memory:
                 (windows.error.data_ptr(), windows.error.data_ptr() + 4)
             ]:
                 inside |= (addresses >= first) & (addresses + np.uint64(size) <= end)
+        for x in (x for owner in moe_ops.residency.open_residencies() for x in owner.memory_of()):
+            end = x.data_ptr() + x.untyped_storage().nbytes()
+            inside |= (addresses >= x.data_ptr()) & (addresses + np.uint64(size) <= end)
         if not inside.all():
             raise IndexError(f"{self.kernel} accesses memory of no tensor")
         return addresses

@@ -8,7 +8,8 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from operator_samples import I32, OF_WINDOWS, keywords, overload, samples
+from operator_samples import BY_ADDRESS, I32, OF_TABLES, keywords, overload, samples
+from residencies import residency_of_weights
 from sum_calls import SumCall, SumProblem, exact, sum_call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -16,6 +17,7 @@ from windows_here import Ranks
 
 from moe_ops import ops
 from moe_ops.ops import STAGES
+from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.permute import moe_permutation
 from moe_ops.reference.quantize import moe_quantize
@@ -203,12 +205,40 @@ def batched_window_case(quant: str) -> Case:
     return Case(f"op/symmetric_send_batched/window-{quant or 'plain'}", inputs, run, check)
 
 
+def host_case(qualified: str) -> Case:
+    """Products of weights in host memory, in waves and for one token, against plain products."""
+
+    def inputs() -> Any:
+        w1, w2 = some(6, 160, 80, dtype=BF16) / 8, some(6, 80, 80, dtype=BF16) / 8
+        return some(40, 80, dtype=BF16), w1, w2, some(40, 2).abs(), ids_of(40, 6, 2)
+
+    def run(given: Any) -> Any:
+        x, w1, w2, weights, ids = given
+        owner = residency_of_weights(w1, w2, 2)
+        tokens = 1 if qualified == "host_product_sum" else 40
+        x, weights, ids = (t.narrow(0, 0, tokens) for t in (x, weights, ids))
+        tiles = [ops.plan_slots(ids, None, 6, "unquantized", BF16), ids, None]
+        (first, second), state = owner.tables, owner.state
+        h = ops.host_product(x, None, first, state, None, tiles, 2, 160, BF16, "silu")
+        if qualified == "host_product_sum":
+            return ops.host_product_sum(h, None, second, state, weights, tiles, 80, BF16)
+        y = ops.host_product(h, None, second, state, None, tiles, 1, 80, BF16)
+        return ops.moe_fused_mul_sum(y.view(40, 2, 80), weights, ids, None, None, 6)
+
+    def check(given: Any, result: Any) -> None:
+        x, w1, w2, weights, ids = given
+        wanted = fused_experts(x, w1, w2, weights, ids)
+        assert_near(result, wanted[: len(result)])
+
+    return Case(f"op/{qualified}/host", inputs, run, check)
+
+
 def operator_cases() -> Iterator[Case]:
     """Cases of every operator: the calls of `operator_samples`, and of `larger`."""
     sources = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
     for source, calls in sources.items():
         for qualified, several in calls().items():
-            if qualified in OF_WINDOWS:
+            if qualified in BY_ADDRESS:
                 continue
             for number in range(len(several)):
                 pick = lambda c=calls, q=qualified, n=number: c()[q][n]  # noqa: E731
@@ -217,3 +247,4 @@ def operator_cases() -> Iterator[Case]:
         yield batched_window_case(quant)
         for qualified in ("symmetric_send", "symmetric_return"):
             yield window_case(qualified, quant)
+    yield from map(host_case, OF_TABLES)

@@ -277,6 +277,16 @@ def number(text: str, *, zero: bool = False) -> float:
     return value
 
 
+def amount(text: str) -> int | float | str:
+    """Experts that are resident: an int, a share or a size, which `parse_amount` checks."""
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
 def print_row(cells: dict[str, Any], widths: dict[str, int], *, head: bool = False) -> None:
     """Print one aligned line, with ``head`` the column names above it."""
     lines = [[_text(cells.get(name)) for name in widths]]

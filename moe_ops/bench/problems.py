@@ -210,7 +210,7 @@ class Experts:
         if self.stored is None:
             return self
         held = schemes.exact_fp8_scheme(self.scheme)
-        if held is not None and gains_by_fp8(self.w1, self.scheme):
+        if held is not None and gains_by_fp8(self.w1.device, self.scheme):
             exact = [schemes.exact_rows(weight, self.scheme) for weight in self.stored]
             if all(bool(x.all()) for x in exact):
                 return self._as_fp8(held)

@@ -71,11 +71,13 @@ def operands_of(operator: str, given: Mapping[str, Any]) -> OperandSpecs:
     a_scale, w_scale = (
         None if x is None else TensorSpec.of(x) for x in (given.get("a_scale"), weight.scale)
     )
-    scheme = given.get("scheme", UNQUANTIZED.key)
+    scheme, w = given.get("scheme", UNQUANTIZED.key), TensorSpec.of(weight.data)
+    if weight.rows is not None:  # plans are those of all experts
+        w = w._replace(shape=(weight.rows.shape[0], *w.shape[1:]))
     return OperandSpecs(
         TensorSpec.of(a),
         a_scale,
-        TensorSpec.of(weight.data),
+        w,
         w_scale,
         given.get("out_dtype", a.dtype),
         gemm_rule(scheme, a, tiles, given.get("batch_invariant", False)),

@@ -11,6 +11,9 @@ from moe_ops.integrations import _torchao
 from moe_ops.integrations._layers import quantized_layer
 from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig, Scheme, get_scheme
 
+HOST = "moe_ops_host"
+"""The attribute of an experts module whose experts are in host memory: `HostExperts`."""
+
 
 class Weights(NamedTuple):
     """Views of an experts module's parameters."""
@@ -26,15 +29,29 @@ class Weights(NamedTuple):
 
 
 def weights_of(experts: Any) -> Weights:
-    """Return the weights of a module with ``use_experts_implementation``, of any layout.
+    """Return what runs for a module with ``use_experts_implementation``, of any layout.
+
+    These are its weights, or the views that stand for experts in host memory.
 
     Raises:
         NotImplementedError: quantized weights of a kind that is not supported.
     """
     layer = quantized_layer(experts)
+    host = experts.__dict__.get(HOST) if layer is None else layer.host_experts
+    if host is not None:
+        return Weights(*host[1:])
     if layer is not None:
         config = layer.quant_method.get_fused_moe_quant_config(layer)
         return Weights(layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias, config)
+    return own_weights(experts)
+
+
+def own_weights(experts: Any) -> Weights:
+    """Return the weights of a module that are its own parameters.
+
+    Raises:
+        NotImplementedError: quantized weights of a kind that is not supported.
+    """
     has_gate = experts.has_gate
     w1, w2 = experts.gate_up_proj if has_gate else experts.up_proj, experts.down_proj
     w1_bias = w2_bias = None

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.gradients import inference_only
 from moe_ops.integrations import _fp8
-from moe_ops.integrations._experts import Weights, map_for_few_experts, weights_of
+from moe_ops.integrations._experts import HOST, Weights, map_for_few_experts, weights_of
 from moe_ops.integrations._gates import activation_of
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.gated_experts import gated_experts
@@ -91,7 +91,8 @@ def moe_ops_fp8_experts(
     """
     if not _fp8.is_quantized(self):
         return moe_ops_experts(self, hidden_states, top_k_index, top_k_weights, lora)
-    weights = _fp8.weights_of(self)
+    host = self.__dict__.get(HOST)
+    weights = _fp8.weights_of(self) if host is None else Weights(*host[1:])
     if self.activation_scheme != "static" or weights.quant_config is None:
         return _run(self, weights, hidden_states, top_k_index, top_k_weights, lora)
     _refuse(lora, self, "static scales of activations")
@@ -123,7 +124,8 @@ def _run(
     w1, w2, w1_bias, w2_bias, config = weights
     activation = activation_of(experts)
     expert_map = map_for_few_experts(top_k_index, w1.shape[0])
-    x = hidden_states if config is not None else hidden_states.to(w1.dtype)
+    is_plain = config is None or config.scheme.weight is None
+    x = hidden_states.to(w1.dtype) if is_plain else hidden_states
     norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
     if activation is None:
         _refuse(lora, experts, "an activation that this library does not have")

@@ -20,7 +20,7 @@ from transformers.integrations import mxfp4
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._blocks import check_forward, check_whole
-from moe_ops.integrations._experts import map_for_few_experts
+from moe_ops.integrations._experts import HOST, Weights, map_for_few_experts
 from moe_ops.pipeline.forms import reads_packed
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig, pack_weight
@@ -68,23 +68,29 @@ def experts_forward(
     """
     if "parametrizations" in self._modules:
         raise NotImplementedError(f"experts must have no adapters, got {NO_ADAPTERS}")
-    config = FusedMoEQuantConfig(
-        SCHEME,
-        w1_scale=self.gate_up_proj_scales,
-        w2_scale=self.down_proj_scales,
-        w1_bias=self.gate_up_proj_bias,
-        w2_bias=self.down_proj_bias,
-    )
+    host = self.__dict__.get(HOST)
+    w1, w2, b1, b2, config = weights_of(self) if host is None else Weights(*host[1:])
     return fused_experts(
         hidden_states,
-        self.gate_up_proj,
-        self.down_proj,
+        w1,
+        w2,
         routing_weights,
         router_indices,
         activation=self.activation,
-        expert_map=map_for_few_experts(router_indices, self.gate_up_proj.shape[0]),
+        expert_map=map_for_few_experts(router_indices, w1.shape[0]),
+        w1_bias=b1,
+        w2_bias=b2,
         quant_config=config,
     )
+
+
+def weights_of(experts: Any) -> Weights:
+    """Return the weights of an adapted module."""
+    config = FusedMoEQuantConfig(
+        SCHEME, w1_scale=experts.gate_up_proj_scales, w2_scale=experts.down_proj_scales
+    )
+    biases = (experts.gate_up_proj_bias, experts.down_proj_bias)
+    return Weights(experts.gate_up_proj, experts.down_proj, *biases, config)
 
 
 def adaptation(name: str, block: Any) -> Callable[[], None]:

@@ -36,6 +36,10 @@ from moe_ops.loading.files import weight_map
 from moe_ops.loading.names import PROJECTIONS, scaled_experts
 from moe_ops.loading.safetensors import SafetensorsFile
 from moe_ops.loading.sources import INDEX
+from moe_ops.offload.model import put_on_host
+from moe_ops.offload.targets import FINDERS
+from moe_ops.quantization.chosen import found_in
+from moe_ops.residency import parse_amount
 from moe_ops.scheme import Scheme, get_scheme
 
 RECORD = "moe_ops"
@@ -147,15 +151,27 @@ class MoeOpsQuantizer(HfQuantizer):
         return model
 
 
-def from_pretrained(path: Any, *, auto_class: Any = None, **arguments: Any) -> Any:
+def from_pretrained(
+    path: Any,
+    *,
+    auto_class: Any = None,
+    resident_experts: float | str | None = None,
+    **arguments: Any,
+) -> Any:
     """Load a model that was quantized by `moe_ops.quantize_` and saved by ``save_pretrained``.
 
     Experts stay quantized, and run with ``experts_implementation="moe_ops"``. transformers' own
     ``from_pretrained`` would dequantize a folder in the format of compressed-tensors instead.
 
+    With ``resident_experts`` the experts stay in host memory, as `moe_ops.offload_` puts them
+    there, and are never all on the GPU; everything else goes to one device. Then the folder may
+    also be one that transformers saved, with experts that are not quantized or in fp8.
+
     Args:
         path: a folder, or anything else that ``from_pretrained`` of transformers takes.
         auto_class: the class whose ``from_pretrained`` is called; None: ``AutoModelForCausalLM``.
+        resident_experts: ``resident`` of `moe_ops.offload_`; None: all experts are on the device.
+            With it, ``device_map`` is one device; None: the GPU, if there is one.
         **arguments: its other arguments, such as ``dtype`` and ``device_map``, except those in
             `FIXED` and `OF_RANKS`. ``config`` is copied.
 
@@ -165,24 +181,56 @@ def from_pretrained(path: Any, *, auto_class: Any = None, **arguments: Any) -> A
     Raises:
         ValueError: a model that was not saved so; experts that the configuration and the model or
             its files do not share; tensors that are missing; a broken file; another
-            ``experts_implementation``; an argument in `FIXED`.
-        NotImplementedError: an argument in `OF_RANKS`.
+            ``experts_implementation``; an argument in `FIXED`; ``resident_experts`` outside its
+            range.
+        NotImplementedError: an argument in `OF_RANKS`; ``resident_experts`` with a ``device_map``
+            of several devices.
     """
-    chosen = arguments.pop("experts_implementation", None)
-    if chosen not in (None, NAME):
-        raise ValueError(
-            f"experts_implementation must be {NAME!r} or left out, because no other runs experts "
-            f"that moe_ops.quantize_ has quantized, got {chosen!r}"
-        )
-    for names, error, rule in (
-        (FIXED, ValueError, "experts are read from the saved files as they are"),
-        (OF_RANKS, NotImplementedError, "quantized experts are not cut over ranks here"),
-    ):
-        for name in names:
-            if arguments.get(name) is not None:
-                raise error(
-                    f"{name} must be left out, because {rule}, got {arguments[name]!r:.200}"
-                )
+    if resident_experts is not None:
+        parse_amount("resident_experts", resident_experts, [])
+        device = _one_device(arguments.pop("device_map", None))
+        model = _loaded(path, auto_class, arguments)
+        targets = list(found_in(model, FINDERS))
+        put_on_host(targets, "resident_experts", resident_experts, device)
+        return model.to(device)
+    return _quantized_model(path, auto_class, arguments)
+
+
+def _one_device(device_map: Any) -> torch.device:
+    """Return the device that a ``device_map`` names.
+
+    Raises:
+        NotImplementedError: it does not name one.
+    """
+    if device_map is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(device_map, dict) and len({*device_map.values()}) == 1:
+        device_map = next(iter(device_map.values()))
+    is_name = isinstance(device_map, str) and device_map not in ("auto", "balanced", "sequential")
+    if is_name or isinstance(device_map, (int, torch.device)):
+        return torch.device(device_map)
+    raise NotImplementedError(
+        f"device_map must be one device with resident_experts, got {device_map!r:.200}"
+    )
+
+
+def _loaded(path: Any, auto_class: Any, arguments: dict[str, Any]) -> Any:
+    """Load a model that this library or transformers has saved, on the CPU."""
+    config = arguments.get("config")
+    if config is None:
+        hub = {name: arguments[name] for name in OF_HUB if name in arguments}
+        config = transformers.AutoConfig.from_pretrained(path, **hub)
+    if hasattr(config, RECORD):
+        return _quantized_model(path, auto_class, arguments)
+    _check_arguments(arguments, ())
+    auto_class = auto_class or transformers.AutoModelForCausalLM
+    return auto_class.from_pretrained(path, **{**arguments, "experts_implementation": NAME})
+
+
+def _quantized_model(path: Any, auto_class: Any, arguments: dict[str, Any]) -> Any:
+    """Load a model that this library has quantized."""
+    _check_arguments(arguments, FIXED)
+    arguments.pop("experts_implementation", None)
     config = arguments.pop("config", None)
     hub = {name: arguments[name] for name in OF_HUB if name in arguments}
     if config is None:
@@ -196,6 +244,25 @@ def from_pretrained(path: Any, *, auto_class: Any = None, **arguments: Any) -> A
     except JSONDecodeError:
         _check_index(path, hub)
         raise
+
+
+def _check_arguments(arguments: dict[str, Any], fixed: tuple[str, ...]) -> None:
+    """Check arguments for transformers' ``from_pretrained``; ``fixed`` ones are refused."""
+    chosen = arguments.get("experts_implementation")
+    if chosen not in (None, NAME):
+        raise ValueError(
+            f"experts_implementation must be {NAME!r} or left out, because no other runs experts "
+            f"that moe_ops.quantize_ has quantized, or that are in host memory, got {chosen!r}"
+        )
+    for names, error, rule in (
+        (fixed, ValueError, "experts are read from the saved files as they are"),
+        (OF_RANKS, NotImplementedError, "quantized experts are not cut over ranks here"),
+    ):
+        for name in names:
+            if arguments.get(name) is not None:
+                raise error(
+                    f"{name} must be left out, because {rule}, got {arguments[name]!r:.200}"
+                )
 
 
 def _check_index(path: Any, hub: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ except ImportError as error:
         f'pip install "transformers>=5.17" ({error})'
     ) from error
 
-from moe_ops.integrations import _kept, _llama4, _longcat, _mxfp4, _peft, _quantized  # noqa: F401
+from moe_ops.integrations import _kept, _llama4, _longcat, _mxfp4, _offloaded, _peft, _quantized  # noqa: F401
 from moe_ops.integrations._forwards import moe_ops_experts, moe_ops_fp8_experts
 from moe_ops.integrations._layers import NAME
 from moe_ops.integrations._reach import Unreached, unreached

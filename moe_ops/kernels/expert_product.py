@@ -29,14 +29,21 @@ def expert_product(
     batch_invariant: bool = False,
     *,
     config: KernelTiles | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Run the plan's kernel, or that of a given ``config``, which may quantize its rows itself."""
+    """Run the plan's kernel, or that of a given ``config``, which may quantize its rows itself.
+
+    The result is ``out`` if that is given: rows of experts that the weight lacks stay as they are.
+    """
     how = (top_k, scheme, out_dtype, activation, expert_order, batch_invariant)
     tensors = (a, a_scale, weight, topk_weights, tiles)
     given = GemmOperands(a, a_scale, sizes.expert_weight(weight), topk_weights, tiles)
-    return call_gemm(
-        "expert_product", given, how, lambda: fakes.expert_product(*tensors, *how), config
-    )
+
+    def empty() -> Tensor:
+        result = fakes.expert_product(*tensors, *how)
+        return result if out is None else out
+
+    return call_gemm("expert_product", given, how, empty, config, out=out)
 
 
 def expert_product_out(

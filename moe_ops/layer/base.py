@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moe_ops.layer.options import ExpertPlacement
@@ -15,6 +16,7 @@ from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.routing import RoutingMethodType, get_routing_method_type
 from moe_ops.scheme import Scheme
@@ -73,6 +75,9 @@ class ExpertLayer(nn.Module):
     shared_experts: Callable[[Tensor], Tensor] | None
     prefix: str
     expert_mapping: Sequence[tuple[str, str, int, str]] | None
+    resident_experts: int | None = None
+    """Number of experts on the device, if all are in host memory; None: all are on the device."""
+    host_experts: HostExperts | None = None
     w13_weight: Tensor
     w2_weight: Tensor
     w13_bias: Tensor | None
@@ -82,6 +87,14 @@ class ExpertLayer(nn.Module):
     hash_indices_table: Tensor | None
     expert_map: Tensor | None
     shared_expert_gate_weight: Tensor | None
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device on which the experts run."""
+        return self.w13_weight.device
+
+    def renew_slots(self) -> None:
+        """See `moe_ops.layer.host_memory`."""
 
     @property
     def kernel(self) -> FusedMoEKernel | None:
@@ -118,7 +131,7 @@ class ExpertLayer(nn.Module):
             sizes.intermediate_size,
             sizes.num_experts,
             self.activation,
-            self.w13_weight.device,
+            self.compute_device,
             method,
             self.moe_parallel_config,
             in_dtype=sizes.dtype,

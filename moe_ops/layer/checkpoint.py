@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_ops import checks
 from moe_ops.layer.forms import FP8, PLAIN, are_exact, convert, forms_of
+from moe_ops.layer.host_memory import leave_host_memory
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
@@ -158,7 +159,7 @@ def load_checkpoint(
     order = placing.act_order.input_order(
         stage.placement.rows,
         stage.hidden_size,
-        stage.w13_weight.device,
+        layer.compute_device,
         is_gated=stage.sizes.gated,
     )
     lacks_weights = any(placing.missing())
@@ -170,6 +171,7 @@ def load_checkpoint(
         stage.quant_method.process_weights_after_loading(stage)
     _keep_forms(layer, stage)
     _commit(layer, stage, placing)
+    layer.renew_slots()
     _set_input_order(layer, order)
     return report
 
@@ -225,6 +227,7 @@ def _staged(layer: FusedMoE) -> FusedMoE:
     stage._parameters = {SHARED_GATE: layer._parameters.get(SHARED_GATE)}
     stage.sizes, stage.given_scales = layer.aligned_sizes(), GivenScales()
     stage.placement = layer.held_placement()
+    leave_host_memory(stage, layer.compute_device)
     stage.quant_method.create_weights(stage, stage.sizes, layer.w13_weight.device)
     return stage
 
@@ -246,6 +249,7 @@ def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
         return
     plain = copy.copy(layer)
     plain._parameters = {**layer._parameters}
+    leave_host_memory(plain, layer.compute_device)
     convert(plain, {})
     for missing in placing.missing():
         for row in stage.rows_of(missing.expert):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.forms import gains_by_fp8, reads_packed
@@ -45,7 +46,7 @@ Stored = tuple[Any, ...]
 """A tensor or None for each of `FORM_KINDS`."""
 
 
-class ConvertsForms(ExpertLayer):
+class ConvertsForms(HoldsExperts):
     """A layer whose weights may be in the packed form, or held as fp8."""
 
     def pack_(self) -> None:
@@ -172,7 +173,7 @@ def converted(stored: Stored, scheme: Scheme, form: str, *, in_place: bool = Fal
     return (*q, None)
 
 
-def convert(layer: ExpertLayer, forms: Mapping[str, str], *, in_place: bool = False) -> None:
+def convert(layer: HoldsExperts, forms: Mapping[str, str], *, in_place: bool = False) -> None:
     """Store ``w13`` and ``w2`` in these forms; plain if ``forms`` names none.
 
     ``in_place``: see `converted`.
@@ -187,9 +188,10 @@ def convert(layer: ExpertLayer, forms: Mapping[str, str], *, in_place: bool = Fa
                 layer.register_parameter(name, param)
     held = exact_fp8_scheme(plain.scheme) if FP8 in forms.values() else None
     layer.sizes = plain if held is None else replace(plain, scheme=held, exact_of=plain.scheme)
+    layer.renew_slots()
 
 
-def convert_for_device(layer: ExpertLayer) -> None:
+def convert_for_device(layer: HoldsExperts) -> None:
     """Convert the weights to the form that kernels of the layer's GPU run fastest.
 
     Packing takes the memory of the plain weights, so that a model loads with memory for one expert
@@ -199,16 +201,16 @@ def convert_for_device(layer: ExpertLayer) -> None:
     """
     if layer._kernel is not None:
         return
-    forms = forms_of(layer)
+    forms, device = forms_of(layer), layer.compute_device
     for which, form in forms.items():
         weight, invariant = getattr(layer, f"{which}_weight"), layer.batch_invariant
         reads = form == PLAIN and reads_packed(
-            weight, layer.scheme, layer.sizes.dtype, batch_invariant=invariant
+            weight, layer.scheme, layer.sizes.dtype, device, batch_invariant=invariant
         )
         if reads:
             forms[which] = PACKED
     moves = layer.enable_eplb and layer.placement.is_shared_out
-    if gains_by_fp8(layer.w13_weight, layer.scheme) and not moves and are_exact(layer):
+    if gains_by_fp8(device, layer.scheme) and not moves and are_exact(layer):
         forms = dict.fromkeys(WEIGHTS, FP8)
     convert(layer, forms, in_place=True)
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops import ops
+from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.forms import convert_for_device
+from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.initial import warn_if_empty
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX
+from moe_ops.pipeline.backward import TRAINS_NOT
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.fused_experts import fused_experts
+from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -57,16 +61,21 @@ class FusedMoEMethodBase(ABC):
                 value = nn.Parameter(filled.fill_(spec.fill) if spec.fill else filled, trainable)
             layer.register_parameter(name, value)
 
-    def process_weights_after_loading(self, layer: ExpertLayer) -> None:  # noqa: B027 (a default)
+    def process_weights_after_loading(self, layer: ExpertLayer) -> None:
         """Finish the parameters once they are filled, by whatever loader; may be called again.
 
         Raises:
             ValueError: a number that cannot be used, with its expert.
         """
+        layer.renew_slots()
 
     @abstractmethod
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig | None:
         """Return the layer's scheme and scales as kernels take them; None: not quantized."""
+
+    def stored_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
+        """Return the scheme and the scales of the parameters, which may be empty."""
+        return _unquantized_config(layer)
 
     def apply(
         self,
@@ -116,7 +125,9 @@ class FusedMoEMethodBase(ABC):
         shared_experts_input: Tensor | None = None,
         lora: ExpertLora | None = None,
     ) -> Any:
-        kernel = layer.kernel
+        kernel, host = layer.kernel, layer.host_experts
+        if host is not None:
+            return self._host_experts(layer, host, x, topk_weights, topk_ids, lora)
         if kernel is not None:
             call = Call(
                 x,
@@ -148,6 +159,41 @@ class FusedMoEMethodBase(ABC):
             batch_invariant=layer.batch_invariant,
             lora=lora,
         )
+
+    def _host_experts(
+        self,
+        layer: ExpertLayer,
+        host: HostExperts,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        lora: ExpertLora | None,
+    ) -> Tensor:
+        """Run experts that are in host memory."""
+        if layer.kernel is not None:
+            raise NotImplementedError(
+                "layer.kernel must be None with resident_experts, since its experts read "
+                f"parameters on the device, got {type(layer.kernel).__name__}"
+            )
+        out = fused_experts(
+            x,
+            host.w1,
+            host.w2,
+            topk_weights,
+            topk_ids,
+            activation=layer.activation,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            w1_bias=host.w1_bias,
+            w2_bias=host.w2_bias,
+            quant_config=host.quant_config,
+            batch_invariant=layer.batch_invariant,
+            lora=lora,
+        )
+        if not torch.is_grad_enabled():
+            return out
+        trained = wanted(layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
+        return refuse(out, trained, "FusedMoE", TRAINS_NOT)
 
     def forget(self) -> None:
         """Drop what was derived from parameters, whose memory has been replaced."""
@@ -272,7 +318,8 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
             if spec.kind == "input_scale":
                 scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
         layer.given_scales.clear()
-        convert_for_device(layer)
+        convert_for_device(cast(HoldsExperts, layer))
+        layer.renew_slots()
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
         """Return the same object as long as the layer has the same parameters.
@@ -287,6 +334,10 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
             self._config, self._made_of = _config(layer, tensors), tensors
             self._warned = self._warned or warn_if_empty(tensors[:2])
         return self._config
+
+    def stored_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
+        """Return the scheme and the scales of the parameters, which may be empty."""
+        return _config(layer, [layer._parameters[name] for name in _CONFIG_PARAMETERS])
 
     def create_weights(
         self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None

@@ -14,7 +14,6 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.adapters import adapters_of
-from moe_ops.layer.initial import initialize
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
@@ -138,7 +137,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
-        self.quant_method.create_weights(self, self.sizes, chosen.device)
+        self.quant_method.create_weights(self, self.sizes, self._device_of_store(chosen))
         add_gate(self, chosen)
         self.register_buffer("e_score_correction_bias", chosen.e_score_correction_bias)
         self.register_buffer("hash_indices_table", chosen.hash_indices_table)
@@ -152,7 +151,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
             self.quant_method.exchange = self._exchange_of(chosen, num_experts)
-        initialize(self)
+        self._begin()
 
     def _exchange_of(self, chosen: FusedMoEOptions, num_experts: int) -> Any:
         """How tokens reach the ranks of their experts."""
@@ -418,7 +417,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             num_tokens: the token counts to expect, or one number for every count up to it.
             router_logits_dtype: dtype of the logits; None means the dtype of the tokens.
         """
-        w1, w2, dtype = self.w13_weight, self.w2_weight, self.sizes.dtype
+        host, dtype = self.host_experts, self.sizes.dtype
+        w1, w2 = (self.w13_weight, self.w2_weight) if host is None else (host.w1, host.w2)
         if self.exchanges_tokens:
             compare_ranks(self)
 

@@ -34,6 +34,11 @@ class KeepsBits(WeightLoading):
 
     quant_method: FusedMoEMethodBase
 
+    def _begin(self) -> None:
+        """Fill the parameters of a new layer."""
+        initialize(self)
+        self.renew_slots()
+
     def reset_parameters(self) -> None:
         """Set parameters and buffers to what they hold before a checkpoint is loaded.
 
@@ -63,6 +68,7 @@ class KeepsBits(WeightLoading):
             init.zeros_(self.shared_expert_gate_weight)
         self.w13_input_order = None
         self._fill_expert_map()
+        self.renew_slots()
 
     def _fill_expert_map(self) -> None:
         """Write this rank's numbers into the buffer, which keeps its address."""
@@ -102,7 +108,11 @@ class KeepsBits(WeightLoading):
         quantized = self.sizes.scheme.weight is not None
         kept = self._kept(CAST if quantized else CAST_UNQUANTIZED)
 
+        on_host = {} if self.resident_experts is None else self._apply_on_host(fn, kept)
+
         def moved(x: Tensor) -> Tensor:
+            if id(x) in on_host:
+                return on_host[id(x)]
             if id(x) not in kept:
                 return fn(x)
             stored = x.data.contiguous()  # `.to(dtype)` leaves integers alone
@@ -115,6 +125,7 @@ class KeepsBits(WeightLoading):
             self._fill_expert_map()
         self._attach_loaders()
         self.quant_method.forget()
+        self.renew_slots()
         return self
 
     def _kept(self, cast: Container[str]) -> set[int]:
@@ -133,10 +144,21 @@ class KeepsBits(WeightLoading):
             else x
             for name, x in self._parameters.items()
         }
-        return {**self.__dict__, "_parameters": parameters}
+        return {**self.__dict__, "_parameters": parameters, "host_experts": None}
+
+    def __copy__(self) -> KeepsBits:
+        """Return a layer with the same parameters, and the same slots if it has some."""
+        copied = self.__class__.__new__(self.__class__)
+        copied._restore(self.__getstate__())
+        copied.host_experts = self.host_experts
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore 8-bit floats and give each parameter its ``weight_loader``."""
+        """Restore 8-bit floats and give each parameter its ``weight_loader``; make new slots."""
+        self._restore(state)
+        self.renew_slots()
+
+    def _restore(self, state: dict[str, Any]) -> None:
         parameters = {
             name: nn.Parameter(x.data.view(x.dtype), False) if isinstance(x, _Bytes) else x
             for name, x in state["_parameters"].items()

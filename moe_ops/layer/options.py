@@ -131,6 +131,12 @@ class FusedMoEOptions:
     """The bits of a token's result do not depend on other tokens: see `fused_experts`. A custom
     router must ensure this for its own part."""
 
+    resident_experts: int | float | str | None = None
+    """Experts of this rank on the device, while all are in host memory: an int from ``top_k`` to
+    all of them, a float in (0, 1] (their share, at least ``top_k``) or a size such as ``"20GB"``
+    (1e9 bytes). Results have the bits of a layer without this option. None: all on the device. See
+    `moe_ops.offload_`."""
+
     __repr__ = brief
 
     def __post_init__(self) -> None:
@@ -313,6 +319,8 @@ class FusedMoEOptions:
                 )
         parallel = self.parallel_config()
         lacks = parallel.lacks()
+        if lacks is None and self.resident_experts is not None:
+            lacks = against_host_memory(self.enable_eplb, parallel)
         if lacks is not None:
             raise NotImplementedError(lacks)
         strategy = self.expert_placement_strategy
@@ -386,6 +394,22 @@ class FusedMoEOptions:
         ranks = range(parallel.ep_size)
         rows = [self.placement(parallel, num_experts, rank).row for rank in ranks]
         return ranks_of_experts(torch.tensor(rows, dtype=torch.int32, device="cpu") >= 0)
+
+
+def against_host_memory(enable_eplb: bool, parallel: FusedMoEParallelConfig) -> str | None:
+    """Say why the experts of a layer cannot be in host memory; None: they can."""
+    if enable_eplb:
+        return (
+            "enable_eplb must be False with resident_experts, since experts that move between "
+            "ranks must all be on the device, got True"
+        )
+    if parallel.exchanges_tokens:
+        return (
+            "dp_size must be 1 and is_sequence_parallel False with resident_experts, since kernels "
+            "behind an exchange of tokens do not read experts from host memory yet, got "
+            f"dp_size = {parallel.dp_size} and sp_size = {parallel.sp_size}"
+        )
+    return None
 
 
 @dataclass(frozen=True)

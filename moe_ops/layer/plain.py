@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_ops.layer.host_memory import leave_host_memory
 from moe_ops.layer.methods import QuantizedFusedMoEMethod
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.placing import Placing
@@ -112,6 +113,7 @@ def quantize_layer(
     stage.checkpoint_scheme, stage.sizes = scheme, replace(layer.sizes, scheme=scheme)
     stage.placement, stage.given_scales = layer.held_placement(), GivenScales()
     stage.quant_method = QuantizedFusedMoEMethod()
+    leave_host_memory(stage, layer.compute_device)
     stage.quant_method.exchange = layer.quant_method.exchange
     rows = {expert: held[0] for expert, held in stage.placement.rows.items() if held}
     fill_quantized(stage, PlainExperts.of_layer(layer), rows, input_scales)
@@ -119,3 +121,4 @@ def quantize_layer(
         layer.register_parameter(name, None if param is None else nn.Parameter(param.data, False))
     layer.checkpoint_scheme, layer.sizes = scheme, stage.sizes
     layer.quant_method, layer.given_scales = stage.quant_method, stage.given_scales
+    layer.renew_slots()

@@ -93,7 +93,7 @@ def compare_ranks(layer: ExpertLayer, num_tokens: int | None = None) -> None:
         return
     if layer.w13_weight.is_meta or detect_fake_mode(layer.w13_weight) is not None:
         return
-    group, device = layer.rank_group, layer.w13_weight.device
+    group, device = layer.rank_group, layer.compute_device
     if group.size_and_rank() is None:
         return  # no group: the call itself raises
 
@@ -180,7 +180,7 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
     )
     names = [name for name, x in named if id(x) in own and name not in ignored]
     names_here = {"rank": parallel.layer_rank, "names": names}
-    device = layer.w13_weight.device
+    device = layer.compute_device
     heard = [
         json.loads(text)
         for text in gather_texts(wrapper.process_group, device, json.dumps(names_here))

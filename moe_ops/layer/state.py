@@ -15,8 +15,8 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.forms import FP8, PACKED, PLAIN, WEIGHTS, converted, form_names, forms_of
+from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.rank_tensor import plain_tensor
 from moe_ops.layer.saved_rank import RankPart, RankState, rank_state
@@ -31,7 +31,7 @@ MAX_BYTES = 65536
 """Largest size of the entry; a longer tensor is something else."""
 
 
-class SchemeState(ExpertLayer):
+class SchemeState(HoldsExperts):
     """A layer whose state dict names the scheme of its weights and the order of their rows.
 
     With ``enable_eplb`` it also names the experts of the rows, which `EplbState.rebalance_` may
@@ -111,13 +111,14 @@ class SchemeState(ExpertLayer):
         if order is not None:
             state_dict[order_key] = order
             if self.w13_input_order is None or self.w13_input_order.shape != order.shape:
-                self.w13_input_order = torch.empty_like(order, device=self.w13_weight.device)
+                self.w13_input_order = torch.empty_like(order, device=self.compute_device)
         elif prefix + "w13_weight" in state_dict:
             self.w13_input_order = None
         self.given_scales.clear()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        self.renew_slots()
 
     def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:
         """Replace tensors whose rows hold other experts than the layer's do now.

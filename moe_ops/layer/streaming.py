@@ -92,6 +92,7 @@ class StreamsWeights(WeightLoading):
             yield from stream.loaded_names()
         if stream is not None:
             stream.finish()
+            self.renew_slots()
             yield from stream.loaded_names()
 
     def _mapped(self, name: str, own: OwnNames) -> list[Piece]:

@@ -105,6 +105,7 @@ class WeightLoading(LoadSteps, ConvertsForms):
             self.take_input_scale(spec, scale, shard_id, expert_id, local)
             return bool(local) if return_success else None
         done = False
+        self.renew_slots()
         for row, x in rows:
             if spec is None:
                 done = self._load_by_name(param, x, weight_name, shard_id, row)

@@ -30,7 +30,10 @@ from moe_ops.pipeline.lora import (
 )
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
-from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
+from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight, Routing, Rows
+
+TRAINS_NOT = "experts in host memory are for inference, train without resident_experts"
+"""Why experts in host memory have no gradients, nor have their inputs."""
 
 
 class Settings(NamedTuple):
@@ -75,9 +78,17 @@ class Operands(NamedTuple):
     w1_global_scale: Any
     """Global scale of the first weight; ``w1_factor`` may contain that of its rows as well."""
     w2_global_scale: Any
+    w1_table: Any
+    """See `HostWeight`. None: the weights are on the device, as for the other two."""
+    w2_table: Any
+    host_state: Any
 
     def weights(self) -> ExpertWeights:
         """Both weights, for the GEMMs of the forward pass."""
+        if self.w1_table is not None:
+            first: Any = HostWeight(self.w1, self.w1_table, self.host_state)
+            second: Any = HostWeight(self.w2, self.w2_table, self.host_state)
+            return ExpertWeights(first, second, self.a1_scale, self.a2_scale)
         w1 = ExpertWeight(self.w1, self.b1, self.w1_scale, self.w1_zero_point, self.w1_factor)
         w2 = ExpertWeight(self.w2, self.b2, self.w2_scale, self.w2_zero_point, self.w2_factor)
         return ExpertWeights(w1, w2, self.a1_scale, self.a2_scale)
@@ -103,6 +114,8 @@ DIFFERENTIABLE = Operands._fields.index("topk_ids")
 
 def lacking(weights: tuple[Tensor, Tensor], config: FusedMoEQuantConfig) -> str | None:
     """Why a call that is asked for gradients has none; None: it has them."""
+    if config.on_host is not None:
+        return TRAINS_NOT
     if config.scheme.weight is None:
         return None
     constants = [w for w in weights if w.requires_grad]
@@ -134,7 +147,8 @@ def differentiable_experts(
         plan: see `SlotRows.of`.
         lora: adapters beside both products.
     """
-    (w1, b1, *first), (w2, b2, *second), a1_scale, a2_scale = weights
+    on_host, first_weight, second_weight, a1_scale, a2_scale = _weight_parts(weights)
+    (w1, b1, *first), (w2, b2, *second) = first_weight, second_weight
     topk_weights, topk_ids, expert_map = routing
     global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
     factors: list[Tensor | None] = [None] * 4
@@ -148,8 +162,17 @@ def differentiable_experts(
         lora_ids = adapter_ids(routing, w1.shape[0], lora.lora_ids, adapters) if used else None
     return _Experts.apply(
         settings, plan, x, w1, w2, topk_weights, b1, b2, *factors, topk_ids, expert_map, lora_ids,
-        *first, *second, a1_scale, a2_scale, *global_scales,
+        *first, *second, a1_scale, a2_scale, *global_scales, *on_host,
     )  # fmt: skip
+
+
+def _weight_parts(weights: ExpertWeights) -> tuple[Any, ...]:
+    """The tables and the state of experts in host memory, the fields of both weights, the rest."""
+    w1, w2, *scales = weights
+    if isinstance(w1, HostWeight) and isinstance(w2, HostWeight):
+        none = (None,) * 4
+        return (w1.table, w2.table, w1.state), (w1.data, *none), (w2.data, *none), *scales
+    return (None,) * 3, w1[:5], w2[:5], *scales
 
 
 class _Experts(Function):

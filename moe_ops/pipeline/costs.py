@@ -65,8 +65,8 @@ def cost_of(
     hidden, itemsize = config.hidden_dim, config.in_dtype.itemsize
     shapes = ((gates * width, hidden), (hidden, width))
     slots = num_tokens * config.experts_per_token * config.num_local_experts / config.num_experts
-    active = _active_experts(config, num_tokens)
-    weight_bytes = round(active * sum(_weight_bytes(config, scheme, n, k) for n, k in shapes))
+    active = active_experts(config, num_tokens)
+    weight_bytes = round(active * bytes_per_expert(config, scheme))
     activation_bytes = 2 * num_tokens * hidden * itemsize
     h_bits = 8 * itemsize if scheme.activation is None else scheme.activation.element.stored_bits
     flops = round(2 * slots * sum(n * k for n, k in shapes))
@@ -98,9 +98,17 @@ def math_of(config: FusedMoEConfig, scheme: Scheme) -> str:
     return "bf16" if config.in_dtype.itemsize == 2 else "fp32"
 
 
-def _active_experts(config: FusedMoEConfig, num_tokens: int) -> float:
+def active_experts(config: FusedMoEConfig, num_tokens: int) -> float:
+    """Average number of local experts that have a token, under a uniform routing."""
     missed = (1 - config.experts_per_token / config.num_experts) ** num_tokens
     return config.num_local_experts * (1 - missed)
+
+
+def bytes_per_expert(config: FusedMoEConfig, scheme: Scheme) -> float:
+    """Bytes of one expert: both weights with scales and biases."""
+    width, gates = config.intermediate_size, 2 if config.is_act_and_mul else 1
+    shapes = ((gates * width, config.hidden_dim), (config.hidden_dim, width))
+    return sum(_weight_bytes(config, scheme, n, k) for n, k in shapes)
 
 
 def _weight_bytes(config: FusedMoEConfig, scheme: Scheme, n: int, k: int) -> float:

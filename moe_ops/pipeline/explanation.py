@@ -30,6 +30,7 @@ from moe_ops.pipeline.exchange.traffic import (
     traffic_of,
 )
 from moe_ops.pipeline.forms import multiplies_fp8
+from moe_ops.pipeline.host_costs import HIT_RATES, HOST_GBPS, HostCosts, host_costs
 from moe_ops.pipeline.selection import (
     CANDIDATES,
     Candidate,
@@ -74,6 +75,8 @@ class Explanation:
     exchanges: tuple[tuple[Traffic, ...], ...] = ()
     """For each number of tokens what every way to exchange them sends; empty if ranks do not
     exchange tokens."""
+    host: HostCosts | None = None
+    """What experts in host memory cost; None if that was not asked."""
 
     def to_json(self) -> str:
         """The explanation as a JSON object."""
@@ -100,11 +103,14 @@ class Explanation:
                 {"fastest": fastest(rows), "ways": [row._asdict() for row in rows]}
                 for rows in self.exchanges
             ]
+        if self.host is not None:
+            parts["host"] = {**asdict(self.host), "hit_rates": HIT_RATES}
         return json.dumps(parts, indent=1)
 
     def __str__(self) -> str:
         parts = (self._head(), self._why(), self._table(), self._notes(), self._exchanges())
-        return "\n\n".join(filter(None, parts))
+        host = "" if self.host is None else str(self.host)
+        return "\n\n".join(filter(None, (*parts, host)))
 
     def _head(self) -> str:
         c, target = self.config, self.target
@@ -284,6 +290,8 @@ def explain(
     device: str | None = None,
     candidates: Sequence[Experts] = CANDIDATES,
     link: str | Link = "nvlink4",
+    resident: Any = None,
+    host_gbps: float = HOST_GBPS,
 ) -> Explanation:
     """Explain what `select_kernel` chooses and why, and what the layer costs. Runs no kernel.
 
@@ -298,12 +306,16 @@ def explain(
         candidates: as for `select_kernel`.
         link: what joins ranks that exchange tokens: a `Link`, or a name in
             `moe_ops.pipeline.exchange.traffic.LINKS`.
+        resident: experts on the device if all are in host memory, as in `moe_ops.offload_`; None:
+            all are on the device.
+        host_gbps: gigabytes per second from host memory to the device.
 
     Returns:
         The explanation. Its ``str`` is what ``moe-ops explain`` prints.
 
     Raises:
-        ValueError: an unknown scheme, device or link, a number of tokens that is not positive.
+        ValueError: an unknown scheme, device or link, a number of tokens that is not positive,
+            ``resident`` outside its range.
     """
     exact: ExactRows | None = None
     if hasattr(config, "exact_fp8_rows"):
@@ -325,7 +337,9 @@ def explain(
     rows = judge(config, quant.scheme, candidates, capability)
     choice = chosen(rows, candidates)
     kernel = None if choice is None else build(choice, config, quant)
-    costs, exchanges, link = [], [], link_of(link)
+    costs, exchanges, link, host = [], [], link_of(link), None
+    if resident is not None:
+        host = host_costs(config, quant.scheme, resident, num_tokens, host_gbps)
     if kernel is not None:
         experts = kernel.fused_experts
         costs = [cost_of(config, quant.scheme, experts, number, target) for number in num_tokens]
@@ -344,6 +358,7 @@ def explain(
         link=link,
         exact_rows=exact,
         exchanges=tuple(exchanges),
+        host=host,
     )
 
 

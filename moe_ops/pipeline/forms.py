@@ -17,21 +17,28 @@ from moe_ops.scheme import Scheme, exact_fp8_scheme, min_capability, packs
 
 
 def reads_packed(
-    w: Tensor, scheme: Scheme, dtype: torch.dtype, *, batch_invariant: bool = False
+    w: Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> bool:
-    """Whether a kernel of the GPU that holds a weight reads the weight's packed form.
+    """Whether a kernel of the GPU that multiplies a weight reads the weight's packed form.
 
     Args:
         w: data of the weight, in either form.
         scheme: the weight's scheme.
         dtype: dtype of the rows that the weight is multiplied with.
+        device: where it is multiplied; None: where it is.
         batch_invariant: whether the GEMM is batch-invariant.
     """
-    if scheme.weight is None or known_arch(w.device) is None:
+    device = device or w.device
+    if scheme.weight is None or known_arch(device) is None:
         return False
     experts, n, width = w.shape
     shape = (experts, n, width * scheme.numbers_per_entry(w.dtype))
-    return serves_packed(shape, scheme, dtype, device_facts(w.device), batch_invariant)
+    return serves_packed(shape, scheme, dtype, device_facts(device), batch_invariant)
 
 
 def serves_packed(
@@ -56,9 +63,9 @@ def serves_packed(
     return True
 
 
-def gains_by_fp8(w: Tensor, scheme: Scheme) -> bool:
-    """Whether the GPU that holds an MXFP4 weight multiplies it faster as fp8, if that is exact."""
-    arch = known_arch(w.device)
+def gains_by_fp8(device: torch.device, scheme: Scheme) -> bool:
+    """Whether a GPU of this machine multiplies MXFP4 faster as fp8, if that is exact."""
+    arch = known_arch(device)
     return arch is not None and multiplies_fp8(scheme, arch)
 
 

@@ -209,8 +209,7 @@ def _experts(
         dtype = torch.get_autocast_dtype(kind_of_device)
         plan = plan if hidden_states.dtype == dtype else None
         hidden_states = hidden_states.to(dtype)
-        if scheme.weight is None:
-            w1, w2 = w1.to(dtype), w2.to(dtype)
+        w1, w2 = _autocast(w1, w2, dtype, config)
     kind, key = kind_and_key(activation)
     b1, b2 = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
@@ -250,6 +249,23 @@ def _experts(
         return refuse(out, inputs, "fused_experts", reason)
     check_transforms("fused_experts")
     return differentiable_experts(hidden_states, experts, routing, settings, config, plan, lora)
+
+
+def _autocast(
+    w1: Tensor, w2: Tensor, dtype: torch.dtype, config: FusedMoEQuantConfig
+) -> tuple[Tensor, Tensor]:
+    """Cast weights that are not quantized.
+
+    Raises:
+        NotImplementedError: experts in host memory of another dtype.
+    """
+    if config.scheme.weight is not None:
+        return w1, w2
+    if config.on_host is not None and w1.dtype != dtype:
+        raise NotImplementedError(
+            f"torch.autocast must have the dtype of experts in host memory, {w1.dtype}, got {dtype}"
+        )
+    return w1.to(dtype), w2.to(dtype)
 
 
 def _untrained(

@@ -25,7 +25,7 @@ from moe_ops.pipeline.row_spaces import (
     sure,
 )
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
-from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
+from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight, Rows
 
 
 def expert_weights(
@@ -35,6 +35,8 @@ def expert_weights(
     biases: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> ExpertWeights:
     """Collect the weights with the scales and biases of ``config``, or with ``biases``."""
+    if config.on_host is not None:
+        return config.on_host
     b1, b2 = (config.w1_bias, config.w2_bias) if biases is None else biases
     if config.scheme.weight is None:
         return ExpertWeights(ExpertWeight(w1, b1), ExpertWeight(w2, b2))
@@ -76,7 +78,7 @@ def stored(
 def quantized(
     x: Tensor,
     scale: Tensor | None,
-    weight: ExpertWeight,
+    weight: ExpertWeight | HostWeight,
     space: SlotRows | BatchedRows,
     scheme: Scheme,
     top_k: int = 1,
@@ -102,7 +104,7 @@ def quantized(
 
 def _quantizes(
     x: Tensor,
-    weight: ExpertWeight,
+    weight: ExpertWeight | HostWeight,
     space: SlotRows,
     scheme: Scheme,
     top_k: int,
@@ -140,7 +142,7 @@ def _quantizes(
 
 def gemm(
     rows: Rows,
-    weight: ExpertWeight,
+    weight: ExpertWeight | HostWeight,
     space: SlotRows | BatchedRows,
     top_k: int,
     scheme: Scheme,
@@ -154,11 +156,16 @@ def gemm(
     quantized) multiply the product in float32; ``activation`` is the key of f.
     """
     where, in_order = ([*space.tiles], top_k), space.expert_order and scheme.weight is None
+    if isinstance(weight, HostWeight):
+        given = (rows.data, rows.scale, weight.table, weight.state, topk_weights, *where)
+        return ops.host_product(
+            *given, weight.data.shape[1], dtype, activation, in_order, space.batch_invariant
+        )
     how = (scheme.key, dtype, activation, in_order, space.batch_invariant)
     return ops.expert_product(rows.data, rows.scale, [*weight], topk_weights, *where, *how)
 
 
-def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
+def sums_at_once(space: SlotRows, weight: ExpertWeight | HostWeight, scheme: Scheme) -> bool:
     """Whether the second GEMM and the weighted sum are one operator: if T may be 1.
 
     Otherwise they are two operators, which frees the input rows before allocating the output.
@@ -184,7 +191,7 @@ def apart() -> Iterator[None]:
 
 def gemm_then_sum(
     rows: Rows,
-    weight: ExpertWeight,
+    weight: ExpertWeight | HostWeight,
     space: SlotRows,
     topk_weights: Tensor | None,
     scheme: Scheme,
@@ -199,6 +206,9 @@ def gemm_then_sum(
     kernels between the two.
     """
     where, flags = [*space.tiles], (space.expert_order, space.batch_invariant)
+    if isinstance(weight, HostWeight):  # which is copied after the first GEMM was called
+        given = (rows.data, rows.scale, weight.table, weight.state, topk_weights, where)
+        return ops.host_product_sum(*given, weight.data.shape[1], dtype, *flags)
     arguments = (rows.data, rows.scale, [*weight], topk_weights, where, scheme.key, dtype, *flags)
     if not early or torch.compiler.is_compiling() or _APART.get():
         return ops.expert_product_sum(*arguments)

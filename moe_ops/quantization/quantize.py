@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from moe_ops import checks
+from moe_ops.quantization.chosen import Modules, found_in, targets_chosen, with_progress
 from moe_ops.quantization.peaks import Peaks, needs_peaks
 from moe_ops.quantization.targets import FINDERS, Target
 from moe_ops.scheme import Scheme, as_scheme
 
-try:
-    from tqdm import tqdm
-except ImportError:  # the progress bar is optional
-    tqdm = None
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
-Modules = str | Iterable[str] | Callable[[str, nn.Module], bool]
-SHOWN = 4
-"""Number of names that an error quotes."""
 
 
 @torch.no_grad()
@@ -83,12 +74,12 @@ def quantize_(
     if scheme.weight is None:
         raise ValueError(f"scheme must quantize weights, got {scheme.name!r}")
     _check_calibrate(calibrate, scheme)
-    targets = _chosen(list(targets_of(model)), modules)
-    for target in _shown(targets, "checking", progress=progress):
+    targets = targets_chosen(list(targets_of(model)), modules)
+    for target in with_progress(targets, "checking", progress=progress):
         target.check(scheme)
     scales = _calibrated(model, targets, scheme, calibrate)
     pairs = list(zip(targets, scales, strict=True))
-    for target, peaks in _shown(pairs, "quantizing", progress=progress):
+    for target, peaks in with_progress(pairs, "quantizing", progress=progress):
         target.quantize(scheme, peaks)
     kinds: list[type[Target]] = list({type(target): None for target in targets})
     for kind in kinds:
@@ -97,25 +88,8 @@ def quantize_(
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
-    """Yield what has experts in a model, in the order of ``named_modules``.
-
-    Classes of transformers are known to `moe_ops.integrations.transformers`, which is imported for
-    a model that has some: transformers has been imported by then.
-    """
-    if any(_is_of_transformers(module) for module in model.modules()):
-        import_module("moe_ops.integrations.transformers")
-    targets = {target.name: target for finder in FINDERS for target in finder(model)}
-    for name, _ in model.named_modules():
-        parts = name.split(".")
-        outer = (".".join(parts[:i]) for i in range(len(parts)))
-        if name in targets and (not name or not any(path in targets for path in outer)):
-            yield targets[name]
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    """Whether a class is from transformers, or decorated by its ``use_experts_implementation``."""
-    decorated = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
-    return decorated or any(c.__module__.startswith("transformers.") for c in type(module).__mro__)
+    """Yield what has experts in a model, in the order of ``named_modules``."""
+    return found_in(model, FINDERS)
 
 
 def _check_calibrate(calibrate: Any, scheme: Scheme) -> None:
@@ -132,29 +106,6 @@ def _check_calibrate(calibrate: Any, scheme: Scheme) -> None:
         )
 
 
-def _chosen(targets: list[Target], modules: Modules | None) -> list[Target]:
-    """Return the targets that ``modules`` means, at least one."""
-    names = ", ".join(target.name for target in targets[:SHOWN])
-    if not targets:
-        raise ValueError("model must have experts that moe_ops runs (see check), got none")
-    if modules is None:
-        return targets
-    if callable(modules):
-        chosen = [target for target in targets if modules(target.name, target.module)]
-    else:
-        patterns = [modules] if isinstance(modules, str) else list(modules)
-        for pattern in patterns:
-            checks.instance("modules", pattern, str)
-            if not any(fnmatchcase(target.name, pattern) for target in targets):
-                raise ValueError(
-                    f"modules must fit names of experts modules ({names}, ...), got {pattern!r}"
-                )
-        chosen = [t for t in targets if any(fnmatchcase(t.name, pattern) for pattern in patterns)]
-    if not chosen:
-        raise ValueError(f"modules must choose some experts modules ({names}, ...), got none")
-    return chosen
-
-
 def _calibrated(
     model: Any, targets: list[Target], scheme: Scheme, calibrate: Callable[[Any], Any] | None
 ) -> list[tuple[float, float] | None]:
@@ -168,10 +119,3 @@ def _calibrated(
             stack.enter_context(target.observed(seen))
         calibrate(model)
     return [seen.input_scales(t.name, scheme) for t, seen in zip(targets, peaks, strict=True)]
-
-
-def _shown(items: Iterable[Any], text: str, *, progress: bool) -> Any:
-    """Return the items, with a progress bar around them if that is wanted and possible."""
-    if not progress or tqdm is None:
-        return items
-    return tqdm(items, desc=text, unit="layer", leave=False)

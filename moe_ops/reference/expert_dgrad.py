@@ -11,7 +11,7 @@ from moe_ops.reference.grouped import Epilogue, grouped
 from moe_ops.reference.products import one_expert
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import dequantize_weight, get_scheme
-from moe_ops.tensors import AnyTiles, QTensor
+from moe_ops.tensors import AnyTiles, ExpertWeight, QTensor
 
 
 def expert_dgrad(
@@ -36,4 +36,4 @@ def expert_dgrad(
         weight = dequantize_weight(one_expert(stored, expert), parsed, a.dtype)[0].float()
         multiply(rows[0].float(), weight, out, batch_invariant)
 
-    return grouped(product, (a,), turned, tiles, rule, top_k, a.dtype, Epilogue(None))
+    return grouped(product, (a,), ExpertWeight(turned), tiles, rule, top_k, a.dtype, Epilogue(None))

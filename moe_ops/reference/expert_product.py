@@ -17,7 +17,7 @@ from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.grouped import Epilogue, grouped
 from moe_ops.reference.products import product_of
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.reference.slots import multiply, planned_rows, take
+from moe_ops.reference.slots import multiply, num_experts_of, planned_rows, take
 from moe_ops.reference.weight_and_reduce import moe_fused_mul_sum
 from moe_ops.scheme import UNQUANTIZED, get_scheme
 from moe_ops.tensors import AnyTiles, AnyWeight, ExpertWeight
@@ -35,6 +35,8 @@ def expert_product(
     activation: str = "",
     expert_order: bool = False,
     batch_invariant: bool = False,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``, rounded once.
 
@@ -56,9 +58,10 @@ def expert_product(
         activation: key of f; empty: no activation.
         expert_order: whether rows between two GEMMs are permuted, with the scheme "unquantized".
         batch_invariant: whether the plan is; each row is then multiplied by itself.
+        out: the tensor to write to, in which other rows stay as they are; None: a new one.
     """
     known, stored = get_scheme(scheme), ExpertWeight(*weight)
-    quant, (num_experts, *_) = known.activation, stored.data.shape
+    quant, num_experts = known.activation, num_experts_of(stored)
     rows: tuple[Any, Any] = a, a_scale
     if quant is not None and a.dtype != quant.dtype:
         _, topk_ids, expert_map = tiles
@@ -68,8 +71,8 @@ def expert_product(
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     then = Epilogue(stored.bias, topk_weights, activation)
     permuted = None if not expert_order else "out" if activation else "a"
-    where = (stored.data, tiles, rule, top_k)
-    return grouped(product, inputs, *where, out_dtype, then, permuted=permuted)
+    where = (stored, tiles, rule, top_k)
+    return grouped(product, inputs, *where, out_dtype, then, permuted=permuted, out=out)
 
 
 def expert_product_out(
@@ -112,4 +115,5 @@ def expert_product_sum(
     how = (scheme, out_dtype, "", expert_order, batch_invariant)
     y = expert_product(a, a_scale, weight, None, tiles, 1, *how)
     _, topk_ids, expert_map = tiles
-    return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, len(weight[0]))
+    num_experts = num_experts_of(ExpertWeight(*weight))
+    return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_experts)

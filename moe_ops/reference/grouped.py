@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import TileRule
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_rows, take
-from moe_ops.tensors import AnyTiles
+from moe_ops.reference.slots import num_experts_of, planned_rows, present_rows, take
+from moe_ops.tensors import AnyTiles, ExpertWeight
 
 Product = Callable[[int, Sequence[Tensor], Tensor], None]
 """``product(expert, rows, out)`` writes ``rows[0] @ w[expert].T`` to ``out``, in float32.
@@ -34,7 +34,7 @@ class Epilogue(NamedTuple):
 def grouped(
     product: Product,
     inputs: Sequence[Tensor],
-    weight: Tensor,
+    weight: ExpertWeight,
     tiles: AnyTiles,
     rule: TileRule,
     top_k: int,
@@ -42,42 +42,46 @@ def grouped(
     then: Epilogue,
     *,
     permuted: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * product + bias[e])`` in float32, rounded once.
 
-    Rows of skipped slots are zeros.
+    Rows of skipped slots are zeros; with ``out`` they stay as they are.
 
     Args:
         product: see `Product`.
         inputs: the rows ``a``, and other tensors with a row for each of them.
-        weight: ``(El, n, ..)``; n is the number of columns of a product.
+        weight: the weight, of n columns of a product. Only its shape, its bias and its map are
+            read here.
         tiles: plan, ``topk_ids`` and expert map.
         rule: the rule by which the row tile of the plan was chosen.
         top_k: slots per row of ``a``.
         dtype: dtype of the result.
         then: what follows the products.
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
+        out: the tensor to write to; None: a new one.
     """
-    num_slots, (num_experts, n, _) = len(inputs[0]) * top_k, weight.shape
-    slots, experts, counts, between = planned_rows(tiles, rule, num_slots, num_experts)
+    num_slots, n = len(inputs[0]) * top_k, weight.data.shape[1]
+    planned = planned_rows(tiles, rule, num_slots, num_experts_of(weight))
+    slots, experts, counts, between = present_rows(planned, weight.rows)
     source = between if permuted == "a" else slots // top_k
-    rows = torch.empty((len(slots), n), device=weight.device)
+    rows = torch.empty((len(slots), n), device=weight.data.device)
     parts = rows.split(counts)
     taken = [take(x, source).split(counts) for x in inputs]
-    for expert, out, *mine in zip(experts, parts, *taken, strict=True):
-        product(expert, mine, out)
+    for expert, part, *mine in zip(experts, parts, *taken, strict=True):
+        product(expert, mine, part)
     if then.topk_weights is not None:
         rows *= then.topk_weights.flatten()[slots, None].float()
     if then.bias is not None:
-        for expert, out in zip(experts, parts, strict=True):
-            out += then.bias[expert].float()
+        for expert, part in zip(experts, parts, strict=True):
+            part += then.bias[expert].float()
     if then.activation:
         applied = formula(then.activation)
         rows = apply(*split(rows, applied), applied)
     rows, places = rows.to(dtype), between if permuted == "out" else slots
-    if isinstance(places, slice) and len(rows) == num_slots:
+    if out is None and isinstance(places, slice) and len(rows) == num_slots:
         return rows
-    result = rows.new_zeros((num_slots, rows.shape[1]))
+    result = rows.new_zeros((num_slots, rows.shape[1])) if out is None else out
     if isinstance(places, slice):
         result[places] = rows
         return result

@@ -31,7 +31,7 @@ def product_of(
     """
     if scheme.activation is not None and not scheme.decoded:
         return _scaled(cast(Tensor, a_scale), weight, scheme, batch_invariant)
-    stored = QTensor(weight.data, *weight[2:])
+    stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
     quant, num_experts = scheme.activation, len(stored.data)
     dtype = a.dtype if quant is None else torch.float32
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.tile_plan import plan_to_read
 from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, plan_sizes, row_tile
-from moe_ops.tensors import AnyTiles
+from moe_ops.tensors import AnyTiles, ExpertWeight
 
 
 def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
@@ -98,6 +98,34 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
         experts,
         counts,
         in_place or _index(between, num_slots, plan.device),
+    )
+
+
+def num_experts_of(weight: ExpertWeight) -> int:
+    """El, of which a weight may hold fewer: see `ExpertWeight.rows`."""
+    return len(weight.data if weight.rows is None else weight.rows)
+
+
+def present_rows(planned: PlannedRows, rows: Tensor | None) -> PlannedRows:
+    """The rows of a plan whose experts have a row of the weight, which stands for the expert.
+
+    Args:
+        planned: the rows of a plan.
+        rows: `ExpertWeight.rows`.
+    """
+    if rows is None:
+        return planned
+    slots, experts, counts, between = planned
+    row_of = [rows.tolist()[expert] for expert in experts]
+    each = [row >= 0 for row, count in zip(row_of, counts, strict=True) for _ in range(count)]
+    kept = torch.tensor(each, dtype=torch.bool, device=slots.device)
+    if isinstance(between, slice):
+        between = torch.arange(between.start, between.stop, device=slots.device)
+    return PlannedRows(
+        slots[kept],
+        [row for row in row_of if row >= 0],
+        [count for row, count in zip(row_of, counts, strict=True) if row >= 0],
+        between[kept],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from moe_ops.brief import brief
 from moe_ops.scheme.named import Scheme, as_scheme
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import ExpertWeights, QTensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,6 +65,10 @@ class FusedMoEQuantConfig:
     g2_alphas: Tensor | None = None
     w1_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+
+    on_host: ClassVar[ExpertWeights | None] = None
+    """Weights to multiply in place of a call's arguments, if these stand for experts in host
+    memory: see `moe_ops.pipeline.host_experts`."""
 
     __repr__ = brief
 

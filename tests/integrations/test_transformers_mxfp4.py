@@ -16,6 +16,7 @@ from peft_stand_ins import StandIn  # noqa: E402
 from transformers.integrations import mxfp4  # noqa: E402
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts  # noqa: E402
 
+import moe_ops  # noqa: E402
 import moe_ops.integrations.transformers as integration  # noqa: E402
 from moe_ops.integrations import _mxfp4  # noqa: E402
 from moe_ops.testing.compare import assert_layer_matches  # noqa: E402
@@ -334,3 +335,19 @@ def test_a_block_that_runs_another_forward_is_named():
     integration.adapt(model)
     del blocks(model)[1].forward
     assert [f.name for f in integration.check(model)] == ["model.layers.1.mlp.experts"]
+
+
+@torch.no_grad()
+def test_experts_in_host_memory():
+    """Adapted blocks run slots; blocks that are not adapted are refused."""
+    model, _ = models(in_blocks)
+    model.set_experts_implementation("moe_ops")
+    with pytest.raises(NotImplementedError, match=r"call adapt\(model\) first"):
+        moe_ops.offload_(model, resident=2, progress=False)
+    integration.adapt(model)
+    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    expected = model(ids).logits
+    other = moe_ops.offload_(copy.deepcopy(model), resident=2, progress=False)
+    assert torch.equal(other(ids).logits, expected)
+    assert moe_ops.offload_stats(other).misses == 8
+    assert all(torch.equal(x, other.state_dict()[n]) for n, x in model.state_dict().items())

@@ -11,7 +11,13 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import ARCHITECTURES, check_resources, launch_gemms, slot_plan  # noqa: E402
+from aot_launches import (
+    ARCHITECTURES,
+    check_resources,
+    launch_gemms,
+    launch_residency,
+    slot_plan,
+)  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
@@ -23,6 +29,7 @@ from moe_ops.kernels import (  # noqa: E402
     expert_product,
     permute,
     quantize,
+    residency,
     routing,
     topk_align,
     weight_and_reduce,
@@ -33,8 +40,8 @@ from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODULES = (
-    activation, align, batched, eplb, expert_product, permute, quantize, routing, topk_align,
-    weight_and_reduce,
+    activation, align, batched, eplb, expert_product, permute, quantize, residency, routing,
+    topk_align, weight_and_reduce,
 )  # fmt: skip
 """Stages whose kernels are compiled here."""
 ELSEWHERE = {
@@ -116,6 +123,8 @@ def launch_rest(tokens, experts=257, k=8):
         eplb.eplb_map_to_physical_and_record(
             ids, expert_map, replicas, expert_map, enabled, unpadded, torch.int64, 0, unpadded
         )
+        for slots in (32, 200):
+            launch_residency(empty, experts, slots)
 
     return launch
 
@@ -138,8 +147,11 @@ def test_alignment(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("tokens", [1, 4096])
 def test_other_stages(arch, tokens):
+    """Copies from host memory take 16 bytes a thread at once."""
     kernels = aot.compile_launch(arch, launch_rest(tokens))
     check_resources(kernels, arch)
+    copies = [k for k in kernels if k.metadata.name == "_copy_experts_kernel"]
+    assert copies and all(k.asm["ptx"].count(".v4.b32") >= 8 for k in copies)
 
 
 def test_every_stage_is_compiled():

@@ -228,3 +228,24 @@ def test_explained_tiles_are_those_that_run(
             {name: constants[name] for name in blocks(tiles)}
             for tiles, constants in zip((cost.gemm1, cost.gemm2), seen, strict=True)
         ]
+
+
+def test_experts_in_host_memory():
+    """Bytes on both sides, the link's time by hits, and where streaming begins."""
+    found = moe_ops.explain(QWEN, FP8, device="sm_90", num_tokens=(1, 64), resident=0.25)
+    one = found.costs[0].weight_bytes // 8
+    host = found.host
+    assert (host.resident, host.num_experts, host.host_gbps) == (32, 128, 50.0)
+    assert host.device_bytes == pytest.approx(32 * one, rel=1e-6)
+    assert host.host_bytes == pytest.approx(128 * one, rel=1e-6)
+    first, many = host.times
+    assert first.us_per_token[0] == pytest.approx(8 * one / 50e3 / 2, rel=1e-6)
+    assert many.us_per_token[-1] == pytest.approx(
+        found.costs[1].weight_bytes / 50e3 / 64 / 100, rel=1e-6
+    )
+    assert (first.waves, many.waves, host.streams_from) == (1, 4, 5)
+    assert moe_ops.explain(QWEN, FP8, device="sm_90", resident=1.0).host.streams_from is None
+    with pytest.raises(ValueError, match="resident must be an int from top_k = 8 to 128"):
+        moe_ops.explain(QWEN, FP8, device="sm_90", resident=4)
+    with pytest.raises(ValueError, match="host_gbps must be positive"):
+        moe_ops.explain(QWEN, FP8, device="sm_90", resident=32, host_gbps=0)

@@ -66,7 +66,9 @@ def test_hopper_runs_every_kernel():
     reached = {}
     nothing = mock.patch.object(JITFunction, "run", lambda self, *a, **k: None)
     windows = mock.patch("windows_here.allocate_here", aot.fake_windows)
-    with aot.compiling(90), nothing, windows:
+    store = mock.patch("moe_ops.pipeline.host_experts.HostMemory", aot.FakeHostMemory)
+    mirror = mock.patch("moe_ops.residency.slots.HostMemory", aot.FakeHostMemory)
+    with aot.compiling(90), nothing, windows, store, mirror:
         for case in CASES:
             inputs = case.inputs()
             with FakeTensorMode(allow_non_fake_inputs=True), launches() as names, aot.OnKernels():

@@ -121,6 +121,7 @@ def test_contributing_names_what_there_is():
 
 LAYERS = {
     "moe_ops.layer": 5, "moe_ops.quantization": 5, "moe_ops.integrations": 5,
+    "moe_ops.offload": 5, "moe_ops.residency": 0,
     "moe_ops.training": 5,
     "moe_ops.tuning": 5,
     "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6, "moe_ops.demo": 6,

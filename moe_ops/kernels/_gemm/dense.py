@@ -118,10 +118,10 @@ class DenseGemm:
         """Launch one program for each tile that the plan may hold."""
         a, w, num_slots, tiles = given.a, given.weight.data, out.shape[0], given.tiles
         if self.sorts:
-            tiles = (sorted_slots(*tiles[1:], w.shape[0], self.rule), *tiles[1:])
-        told = tile_arguments(tiles, num_slots, w.shape[0])
+            tiles = (sorted_slots(*tiles[1:], given.num_experts, self.rule), *tiles[1:])
+        told = tile_arguments(tiles, num_slots, w.shape[0], given.weight.rows)
         if self.part and told[3] is None:  # a plan for Hopper's kernels, which do not serve
-            plan = split_tiles(told[0], num_slots, w.shape[0], self.rule, self.part)
+            plan = split_tiles(told[0], num_slots, told[4], self.rule, self.part)
             told = (plan, *told[1:-1], plan.shape[0])
         vectors = dense(given.weight.bias), dense(given.topk_weights)
         self.launch((self.programs,), a, w, *vectors, out, *told, a.stride(0), *w.stride())

@@ -28,6 +28,12 @@ class GemmOperands(NamedTuple):
     before the kernels before it end: see `moe_ops.kernels._runtime.dependent`."""
 
     @property
+    def num_experts(self) -> int:
+        """El, of which the weight's tensors may hold fewer: see `ExpertWeight.rows`."""
+        weight = self.weight
+        return (weight.data if weight.rows is None else weight.rows).shape[0]
+
+    @property
     def facts(self) -> tuple[Any, ...]:
         """A cache key: all that size checks and the choice of a kernel read of the operands."""
         a, a_scale, (w, bias, *scales), weights, tiles, _ = self

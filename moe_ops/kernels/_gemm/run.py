@@ -91,7 +91,7 @@ def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant |
     if quant is not None:
         routing = given.tiles[1:]
         rows, scale = moe_quantize(
-            given.a, given.a_scale, None, *routing, given.weight.data.shape[0], quant.key
+            given.a, given.a_scale, None, *routing, given.num_experts, quant.key
         )
         given = given._replace(a=rows, a_scale=scale)
     kernel(out, given)
@@ -129,5 +129,5 @@ class SumAfter:
         product = out.new_empty(given.a.shape[0], out.shape[1])
         self.gemm(product, given._replace(topk_weights=None))
         _, topk_ids, expert_map = given.tiles
-        skipped = (topk_ids, expert_map, None, given.weight.data.shape[0])
+        skipped = (topk_ids, expert_map, None, given.num_experts)
         moe_fused_mul_sum_out(product, given.topk_weights, *skipped, out=out)

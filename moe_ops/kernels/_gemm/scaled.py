@@ -211,7 +211,7 @@ class ScaledGemm:
         """Launch one program for each tile that the plan may hold."""
         a, a_scale, w = given.a, given.a_scale, given.weight.data
         operands = (a, dense(a_scale), w, dense(given.weight.scale), dense(given.weight.bias), out)
-        told = tile_arguments(given.tiles, out.shape[0], w.shape[0])
+        told = tile_arguments(given.tiles, out.shape[0], w.shape[0], given.weight.rows)
         strides = (a.stride(0), *_scale_strides(a, a_scale, self.quant), *w.stride())
         self.launch((self.programs,), *operands, *told, *strides)
 

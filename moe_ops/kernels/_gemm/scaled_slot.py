@@ -159,7 +159,7 @@ class SlotGemm:
         """Launch one program per slot and tile of columns."""
         a, w = given.a, given.weight.data
         scales = dense(given.a_scale), dense(given.weight.scale)
-        told = tile_arguments(given.tiles, out.shape[0], w.shape[0])
+        told = tile_arguments(given.tiles, out.shape[0], w.shape[0], given.weight.rows)
         operands = (a, scales[0], w, scales[1], dense(given.weight.bias), out)
         self.launch((self.programs,), *operands, *told, a.stride(0), *w.stride())
 

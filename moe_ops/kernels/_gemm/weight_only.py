@@ -238,7 +238,7 @@ class StoredGemm:
             as_bytes(dense(given.weight.scale)),
             *map(dense, self.vectors(given)),
             out,
-            *tile_arguments(given.tiles, out.shape[0], num_experts),
+            *tile_arguments(given.tiles, out.shape[0], num_experts, given.weight.rows),
             a.stride(0),
             *scale_strides(given.a_scale, self.scheme.activation, num_experts),
             *w.stride(),

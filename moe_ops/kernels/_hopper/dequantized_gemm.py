@@ -239,7 +239,7 @@ class DecodeGemm:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
         c = constants(self.problem, self.tiles, variant_of(self.problem, given))
         weight, experts = given.weight, given.weight.data.shape[0]
-        told = tile_arguments(given.tiles, out.shape[0], experts)
+        told = tile_arguments(given.tiles, out.shape[0], experts, weight.rows)
         quant = get_scheme(self.problem.scheme).activation
         words, scale = c.words.of(weight.data), weight.scale
         scales = c.scales.of(scale) if c.STAGE_GROUPS else None
@@ -251,7 +251,7 @@ class DecodeGemm:
         added, factors = (bias, weights), (factor, scale)
         processors = device_facts(out.device).processors
         if self.tiles.kernel == DECODE_FEW:
-            most = max_row_tiles(out.shape[0], experts, c.BLOCK_M) * c.NUM_N
+            most = max_row_tiles(out.shape[0], told[4], c.BLOCK_M) * c.NUM_N
             programs = min(c.CTAS * processors, most)
             rows, row_scale = wide(given, quant)
             c.few(
@@ -287,7 +287,7 @@ def wide(given: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | Non
     if given.a.dtype == quant.dtype:
         return given.a.to(torch.bfloat16), dense(given.a_scale)
     _, topk_ids, expert_map = given.tiles
-    return wide_rows(given.a, topk_ids, expert_map, given.weight.data.shape[0], quant)
+    return wide_rows(given.a, topk_ids, expert_map, given.num_experts, quant)
 
 
 def variant_of(problem: GemmProblem, given: GemmOperands) -> Variant:

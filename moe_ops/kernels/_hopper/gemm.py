@@ -148,7 +148,8 @@ class HopperGemm:
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles."""
-        told = tile_arguments(given.tiles, out.shape[0], given.weight.data.shape[0])
+        weight = given.weight
+        told = tile_arguments(given.tiles, out.shape[0], weight.data.shape[0], weight.rows)
         scales = given.topk_weights if self.constants.WEIGHTED else given.a_scale
         vectors = dense(scales), dense(given.weight.scale), dense(given.weight.bias)
         run = self._pack_and_run if self.packed else self._stream
@@ -180,7 +181,7 @@ class HopperGemm:
     ) -> None:
         """Launch two programs per SM."""
         c, (a_scale, w_scale, bias) = self.constants, vectors
-        most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
+        most = max_row_tiles(out.shape[0], told[4], c.BLOCK_M) * c.NUM_N
         c.stream(
             (min(2 * device_facts(out.device).processors, most),), a, a.stride(0), c.weights.of(w),
             bias, out, a_scale, w_scale, *told,

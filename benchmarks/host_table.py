@@ -1,0 +1,40 @@
+"""The table of models with experts in host memory: what fits in which GPU, from sizes alone."""
+
+from __future__ import annotations
+
+from report import markdown
+
+from moe_ops.bench.problems import load_problems
+from moe_ops.scheme import SCHEMES
+
+HOSTED = (
+    ("qwen3-30b", 48, ("unquantized", "int4_w4a16_g128")),
+    ("qwen3-next", 48, ("unquantized", "fp8_block128")),
+    ("gpt-oss-120b", 36, ("mxfp4_w4a16",)),
+    ("mixtral", 32, ("int4_w4a16_g128",)),
+    ("llama4-scout", 48, ("int4_w4a16_g128",)),
+    ("qwen3-235b", 94, ("fp8_block128", "int4_w4a16_g128")),
+    ("deepseek-v3", 58, ("fp8_block128", "int4_w4a16_g128")),
+)
+"""Models that may be larger than a GPU: name, layers with experts, schemes."""
+GPU_SIZES, FOR_THE_REST = (16, 24, 48, 80, 141), 6
+"""Gigabytes of GPUs, and what is left for all but the experts."""
+
+
+def table() -> str:
+    """A line per model and scheme: the experts' bytes, and the share that fits in a GPU."""
+    lines = []
+    for name, layers, shown in HOSTED:
+        problem = load_problems()[name]
+        hidden, inner, experts = problem.hidden_size, problem.intermediate_size, problem.num_experts
+        for scheme in shown:
+            sizes = ((2 * inner, hidden), (hidden, inner))
+            one = sum(n * k * SCHEMES[scheme].weight_bits(n, k) / 8 for n, k in sizes)
+            whole = layers * experts * one / 1e9
+            shares = []
+            for gpu in GPU_SIZES:
+                count = min(experts, int((gpu - FOR_THE_REST) * 1e9 / (layers * one)))
+                shares.append(f"{count / experts:.0%}" if count >= problem.top_k else "-")
+            lines.append([f"`{name}`", f"`{scheme}`", f"{one / 1e6:.1f}", f"{whole:.1f}", *shares])
+    head = ["model", "scheme", "an expert, MB", "on the host, GB"]
+    return markdown([*head, *(f"{size} GB" for size in GPU_SIZES)], lines, labels=2)

@@ -1,0 +1,231 @@
+"""A layer whose experts are in host memory, of which the device holds some: see `offload`.
+
+The parameters stay what they are, all experts of the rank, on the host. So loading, saving and
+converting see all of them. The device holds slots (`HostExperts`), which are no parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.options import FusedMoEOptions, against_host_memory
+from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.rank_checks import check_own_weights
+from moe_ops.pipeline.gemms import expert_weights
+from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, store
+from moe_ops.residency import Amount, OffloadStats, parse_amount
+from moe_ops.residency.slots import STORED
+from moe_ops.tensors import ExpertWeights
+
+EXPERTS = ("weight", "scale", "zero_point", "global_scale", "channel_scale", "bias")
+"""Kinds of the parameters that an expert is copied with."""
+
+
+class HoldsExperts(ExpertLayer):
+    """A layer that may hold its experts in host memory."""
+
+    _device: torch.device | None = None
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device on which the experts run: that of the slots, else that of the weights."""
+        own: torch.device = self.w13_weight.device
+        return own if self._device is None else self._device
+
+    def offload_stats(self) -> OffloadStats:
+        """Return hits, misses, copied bytes and waves so far. The host waits for nothing.
+
+        All are 0 for a layer whose experts are all on its device.
+        """
+        host = self.host_experts
+        return OffloadStats(0, 0, 0, 0) if host is None else host.residency.stats()
+
+    def renew_slots(self) -> None:
+        """Forget what the slots hold, once the parameters have changed, or make new slots.
+
+        New ones are made if parameters were replaced: capture CUDA graphs after this. A layer whose
+        experts are not in host memory stays as it is.
+        """
+        if self.resident_experts is None or self.w13_weight.is_meta:
+            self.host_experts = None
+            return
+        host = self.host_experts
+        if host is None or not _same_places(self, host):
+            _move(self, self.resident_experts, self.compute_device)
+            return
+        new, kept = _weights_of(self), host.residency.store
+        for weight, stored in zip(new[:2], kept, strict=True):
+            for x, y in zip(weight[: len(STORED)], stored, strict=False):
+                if x is not None and y is not None and x.data_ptr() != y.data_ptr():
+                    y.copy_(x)  # a product of parameters
+        scales = self.quant_method.stored_config(self).input_scales
+        for x, y in zip(scales, host.quant_config.input_scales, strict=True):
+            if x is not None and y is not None:
+                y.copy_(x)
+        host.residency.empty_()
+
+    def _device_of_store(self, given: FusedMoEOptions) -> torch.device | str | None:
+        """Note how many experts of a new layer are resident; return where its parameters go.
+
+        Raises:
+            TypeError, ValueError: as `parse_amount`.
+        """
+        if given.resident_experts is None:
+            return given.device
+        experts = self.sizes.num_experts
+        least = min(self.top_k + given.n_shared_experts, experts)
+        amount = Amount(experts, least, expert_bytes(self.sizes))
+        (count,) = parse_amount("resident_experts", given.resident_experts, [amount])
+        if count == experts:
+            return given.device
+        self.resident_experts = count
+        self._device = torch.empty(0, device=given.device).device
+        return "meta" if self._device.type == "meta" else "cpu"
+
+    def _apply_on_host(self, fn: Any, kept: Container[int]) -> dict[int, Tensor]:
+        """Return what a move leaves of the parameters on the host, by the ids of the old ones.
+
+        They stay there, and are cast there unless they are ``kept`` as they are. The slots follow.
+        """
+        old = torch.empty(0, dtype=self.sizes.dtype, device=self._probed_device())
+        probe = fn(old)
+        self._device = probe.device
+        host = torch.device("meta" if probe.is_meta else "cpu")
+        found: dict[int, Tensor] = {}
+        for name in parameter_specs(self.sizes):
+            x = self._parameters.get(name)
+            if x is None:
+                continue
+            dtype = x.dtype if id(x) in kept else probe.dtype
+            if x.is_meta and host.type != "meta":
+                found[id(x)] = torch.empty_like(x, dtype=dtype, device=host)
+            else:
+                found[id(x)] = x.data.to(host, dtype)
+        return found
+
+    def _probed_device(self) -> torch.device:
+        return torch.device("meta") if self.w13_weight.is_meta else self.compute_device
+
+
+def offload(layer: HoldsExperts, resident: int, device: torch.device | None = None) -> None:
+    """Move a layer's experts to host memory, ``resident`` of which its device holds.
+
+    All of the rank's experts or more: they go (back) to the device. An error leaves the layer as it
+    was. Parameters no longer require grad.
+
+    Args:
+        layer: its parameters hold memory.
+        resident: the number of experts on the device.
+        device: the device on which experts run; None: the layer's own.
+    """
+    reason = reason_against(layer)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    check_own_weights(layer)
+    device = device or layer.compute_device
+    if resident >= layer.sizes.num_experts:
+        _move_back(layer, device)
+    else:
+        _move(layer, resident, device)
+
+
+def reason_against(layer: HoldsExperts) -> str | None:
+    """Say why a layer's experts cannot be in host memory; None: they can."""
+    reason = against_host_memory(layer.enable_eplb, layer.moe_parallel_config)
+    if reason is not None:
+        return reason
+    if layer._kernel is not None:
+        return (
+            "layer.kernel must be None with resident_experts, since its experts read parameters on "
+            f"the device, got {type(layer._kernel).__name__}"
+        )
+    return None
+
+
+def leave_host_memory(stage: HoldsExperts, device: torch.device) -> None:
+    """Make a shallow copy of a layer, with parameters of its own, one that has no slots.
+
+    ``device`` is where the layer's experts run, which decides on the form of new weights.
+    """
+    stage.resident_experts = stage.host_experts = None
+    stage._device = device
+
+
+def amount_of(layer: HoldsExperts) -> Amount:
+    """Return the sizes on which the number of resident experts depends."""
+    shared = layer.routing["num_fused_shared_experts"]
+    experts = layer.sizes.num_experts
+    return Amount(experts, min(layer.top_k + shared, experts), expert_bytes(layer.sizes))
+
+
+def expert_bytes(sizes: LayerSizes) -> int:
+    """Return the bytes of one expert of a layer: weights, scales, zero points and biases."""
+    specs = parameter_specs(sizes).values()
+    return sum(_numel(s.shape[1:]) * s.dtype.itemsize for s in specs if s.kind in EXPERTS)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _weights_of(layer: HoldsExperts) -> ExpertWeights:
+    config = layer.quant_method.stored_config(layer)
+    tensors = (layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
+    w1, w2, *biases = (None if x is None else x.detach() for x in tensors)
+    return expert_weights(w1, w2, config, tuple(biases))  # type: ignore[arg-type]
+
+
+def _same_places(layer: HoldsExperts, host: HostExperts) -> bool:
+    """Whether the weights of a layer are the store itself."""
+    new = _weights_of(layer)
+    for weight, stored in zip(new[:2], host.residency.store, strict=True):
+        if weight.data.data_ptr() != stored.data.data_ptr():
+            return False
+        for x, y in zip(weight[: len(STORED)], stored, strict=False):
+            if (x is None) != (y is None):
+                return False
+            if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
+                return False
+    same_device = host.residency.device == layer.compute_device
+    return same_device and host.residency.num_slots == layer.resident_experts
+
+
+def _move(layer: HoldsExperts, resident: int, device: torch.device) -> None:
+    """Make store and slots; the parameters become the store's tensors."""
+    weights = _weights_of(layer)
+    held = store(weights, pinned=device.type == "cuda")
+    config = layer.quant_method.stored_config(layer)
+    made = host_experts(held, config, resident, device)
+    for name in parameter_specs(layer.sizes):
+        x = layer._parameters.get(name)
+        if x is not None:
+            new = place_in(x.detach(), weights, held)
+            new = x.detach().cpu() if new is None else new
+            layer.register_parameter(name, nn.Parameter(new, requires_grad=False))
+    layer._buffers.update(_moved_buffers(layer, device))
+    layer.host_experts, layer.resident_experts, layer._device = made, resident, device
+    layer.quant_method.forget()
+
+
+def _move_back(layer: HoldsExperts, device: torch.device) -> None:
+    """Put all experts on the device, as a layer without host memory has them."""
+    if layer.resident_experts is None and layer.w13_weight.device == device:
+        return
+    own = {name: layer._parameters.get(name) for name in parameter_specs(layer.sizes)}
+    held = {name: x for name, x in own.items() if x is not None}
+    moved = {name: x.detach().to(device, copy=True) for name, x in held.items()}
+    for name, x in moved.items():
+        layer.register_parameter(name, nn.Parameter(x, requires_grad=held[name].requires_grad))
+    layer.host_experts = layer.resident_experts = layer._device = None
+    layer.quant_method.forget()
+
+
+def _moved_buffers(layer: HoldsExperts, device: torch.device) -> dict[str, Tensor | None]:
+    """The buffers of the layer itself on the device of the slots."""
+    return {name: None if x is None else x.to(device) for name, x in layer._buffers.items()}

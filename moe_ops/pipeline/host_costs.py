@@ -1,0 +1,117 @@
+"""What experts in host memory cost: bytes on both sides, and time on the link between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ops import checks
+from moe_ops.brief import aligned
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.costs import active_experts, bytes_per_expert
+from moe_ops.residency import Amount, parse_amount, waves_of
+from moe_ops.scheme import Scheme
+
+HIT_RATES = (0.5, 0.75, 0.9, 0.95, 0.99)
+HOST_GBPS = 50.0
+"""Gigabytes per second from pinned host memory to an H200 (PCIe 5): see ``benchmarks/NOTES.md``."""
+MOST_TOKENS = 2**20
+"""The largest number of tokens that is tried."""
+
+
+@dataclass(frozen=True)
+class LinkTime:
+    """Time of one layer on the link in a call, under a uniform routing."""
+
+    num_tokens: int
+    wanted_experts: float
+    """Average number of experts that have a token."""
+    waves: int
+    """The largest number of waves."""
+    us_per_token: tuple[float, ...]
+    """For each of `HIT_RATES`."""
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """One layer with experts in host memory."""
+
+    resident: int
+    num_experts: int
+    device_bytes: int
+    """Bytes of the slots."""
+    host_bytes: int
+    """Bytes of all experts of the rank."""
+    host_gbps: float
+    times: tuple[LinkTime, ...]
+    streams_from: int | None
+    """The smallest number of tokens that want more experts than there are slots on average; None:
+    none does."""
+
+    def __str__(self) -> str:
+        """A table with notes."""
+        head = ["tokens", "wanted", "waves", *(f"{rate:.0%} hits" for rate in HIT_RATES)]
+        lines = [head]
+        for time in self.times:
+            microseconds = (f"{us:.4g}" for us in time.us_per_token)
+            counts = (str(time.num_tokens), f"{time.wanted_experts:.1f}", str(time.waves))
+            lines.append([*counts, *microseconds])
+        sizes = (self.device_bytes / 1e9, self.host_bytes / 1e9)
+        notes = [
+            f"resident: {self.resident} of {self.num_experts} experts a layer: {sizes[0]:.4g} GB "
+            f"on the device, {sizes[1]:.4g} GB in host memory",
+            f"hits: us a token on a link of {self.host_gbps:g} GB/s, one layer, by the share of "
+            "wanted experts that are on the device",
+            "wanted: experts that have a token, on average, under uniform routing; waves: at most",
+        ]
+        if self.streams_from is not None:
+            notes.append(
+                f"from {self.streams_from} tokens on a call wants more than {self.resident} "
+                "experts on average: it streams them in waves, and its hits are few"
+            )
+        return "\n".join((aligned(lines), *notes))
+
+
+def host_costs(
+    config: FusedMoEConfig,
+    scheme: Scheme,
+    resident: Any,
+    num_tokens: Sequence[int],
+    host_gbps: float = HOST_GBPS,
+) -> HostCosts:
+    """Return the costs of a layer whose experts are in host memory.
+
+    Args:
+        config: the layer.
+        scheme: its scheme.
+        resident: as in `moe_ops.offload_`, of this one layer.
+        num_tokens: token counts.
+        host_gbps: gigabytes per second from host memory to the device.
+
+    Raises:
+        TypeError, ValueError: ``resident`` outside its range; a rate that is not positive.
+    """
+    checks.number("host_gbps", host_gbps)
+    if not host_gbps > 0:
+        raise ValueError(f"host_gbps must be positive, got {host_gbps}")
+    experts, size = config.num_local_experts, round(bytes_per_expert(config, scheme))
+    least = min(config.experts_per_token, experts)
+    (count,) = parse_amount("resident", resident, [Amount(experts, least, size)])
+    times = []
+    for tokens in num_tokens:
+        wanted = active_experts(config, tokens)
+        us = 1e6 * wanted * size / (host_gbps * 1e9) / tokens
+        waves = waves_of(experts, count, tokens * config.experts_per_token)
+        missed = tuple(us * (1 - rate) for rate in HIT_RATES)
+        times.append(LinkTime(tokens, wanted, waves, missed))
+    streams = (n for n in range(1, MOST_TOKENS) if active_experts(config, n) > count)
+    return HostCosts(
+        count,
+        experts,
+        count * size,
+        experts * size,
+        float(host_gbps),
+        tuple(times),
+        None if count == experts else next(streams, None),
+    )

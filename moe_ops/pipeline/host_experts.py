@@ -1,0 +1,150 @@
+"""Experts in host memory as `fused_experts` takes them: views that stand for them, and a config.
+
+The GEMMs of such a config read slots, into which they copy what a routing wants (`host_product`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.residency.host import HostMemory, padded_size
+from moe_ops.residency.slots import STORED, Residency
+from moe_ops.scheme import TENSORS, FusedMoEQuantConfig
+from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight
+
+OF_INPUTS = ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale")
+"""Tensors of a configuration that do not belong to experts."""
+
+
+class HostConfig(FusedMoEQuantConfig):
+    """A configuration whose tensors stand for experts in host memory."""
+
+    on_host: ExpertWeights | None  # type: ignore[misc]
+
+
+class HostExperts(NamedTuple):
+    """A layer's experts in host memory."""
+
+    residency: Residency
+    w1: Tensor
+    """A view with the shape, dtype and device of the weight of all experts. It has no numbers."""
+    w2: Tensor
+    w1_bias: Tensor | None
+    w2_bias: Tensor | None
+    quant_config: HostConfig
+
+
+class Store(NamedTuple):
+    """All experts of a layer, in memory of the host."""
+
+    weights: tuple[ExpertWeight, ExpertWeight]
+    memory: HostMemory
+
+
+def store_bytes(weights: ExpertWeights) -> int:
+    """Return the bytes that `store` takes for these weights."""
+    return sum(
+        padded_size(x.nbytes)
+        for weight in weights[:2]
+        for x in weight[: len(STORED)]
+        if x is not None
+    )
+
+
+def store(weights: ExpertWeights, *, pinned: bool) -> Store:
+    """Copy the weights of all experts to memory of the host.
+
+    Raises:
+        RuntimeError: see `HostMemory`.
+    """
+    memory = HostMemory(store_bytes(weights), pinned=pinned)
+    stored: list[ExpertWeight] = []
+    for weight in weights[:2]:
+        fields: list[Tensor | None] = []
+        for x in weight[: len(STORED)]:
+            if x is None:
+                fields.append(None)
+                continue
+            place = memory.take(x.nbytes).view(x.dtype)
+            fields.append(place.as_strided(x.shape, _strides(x)).copy_(x.detach()))
+        stored.append(ExpertWeight(*fields))  # type: ignore[arg-type]
+    return Store((stored[0], stored[1]), memory)
+
+
+def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
+    """Return the tensor of a store that holds a parameter; None: there is none.
+
+    Args:
+        x: the parameter that one of ``weights`` is, or is a view of.
+        weights: the weights that `store` was given.
+        held: the store.
+    """
+    for weight, stored in zip(weights[:2], held.weights, strict=True):
+        for w, y in zip(weight[: len(STORED)], stored, strict=False):
+            if w is None or y is None or w.data_ptr() != x.data_ptr() or w.nbytes != x.nbytes:
+                continue
+            if w.stride() == y.stride():
+                whole = torch.empty(0, dtype=x.dtype, device="cpu")
+                return whole.set_(y.untyped_storage(), 0, x.shape, x.stride())
+    return None
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of ``x`` if each expert is one range of memory, one after the other."""
+    size, dense = x.stride(0), x.shape[1:].numel()
+    axes = sorted(zip(x.stride()[1:], x.shape[1:], strict=True))
+    expected = 1
+    for stride, length in axes:
+        if length > 1 and stride != expected:
+            return _contiguous(x)
+        expected *= length
+    return x.stride() if size == dense else (dense, *x.stride()[1:])
+
+
+def _contiguous(x: Tensor) -> tuple[int, ...]:
+    strides = [1]
+    for length in x.shape[:0:-1]:
+        strides.append(strides[-1] * length)
+    return tuple(strides[::-1])
+
+
+def host_experts(
+    held: Store, config: FusedMoEQuantConfig, num_slots: int, device: torch.device
+) -> HostExperts:
+    """Return the experts of a store with ``num_slots`` slots on a device.
+
+    Args:
+        held: the store.
+        config: the scheme, and its tensors for all experts, on any device.
+        num_slots: K.
+        device: the device of the slots.
+    """
+    residency = Residency(held.weights, num_slots, device, config.scheme.key, held.memory)
+    experts = residency.num_experts
+    first, second = residency.slots
+    views: list[Any] = [
+        _all(x, experts) for x in (first.data, second.data, first.bias, second.bias)
+    ]
+    tensors = {
+        name: x.to(device) if name in OF_INPUTS else _all(x[:1].to(device), experts)
+        for name in TENSORS
+        if (x := getattr(config, name)) is not None and not name.endswith("_bias")
+    }
+    made = HostConfig(config.scheme, **tensors)
+    weights: list[Any] = [
+        HostWeight(view, table, residency.state)
+        for view, table in zip(views[:2], residency.tables, strict=True)
+    ]
+    first_scale, second_scale = made.input_scales
+    both = ExpertWeights(weights[0], weights[1], first_scale, second_scale)
+    object.__setattr__(made, "on_host", both)
+    w1, w2, b1, b2 = views
+    return HostExperts(residency, w1, w2, b1, b2, made)
+
+
+def _all(slots: Tensor | None, num_experts: int) -> Tensor | None:
+    """A view of the first slot with the shape of all experts."""
+    return None if slots is None else slots[:1].expand(num_experts, *slots.shape[1:])

@@ -1,0 +1,22 @@
+"""Experts in host memory of which the device holds some: memory, slots, and who is in which slot.
+
+A *store* holds all E experts of a layer in host memory, and the device has K *slots*. An expert is
+*resident* while a slot holds it. A call whose routing wants more than K experts runs in *waves* of
+at most K experts.
+"""
+
+from moe_ops.residency.amount import Amount, parse_amount
+from moe_ops.residency.slots import Residency, Waves, open_residencies, residency_of
+from moe_ops.residency.state import OffloadStats, StateLayout, waves_of
+
+__all__ = [
+    "Amount",
+    "OffloadStats",
+    "Residency",
+    "StateLayout",
+    "Waves",
+    "open_residencies",
+    "parse_amount",
+    "residency_of",
+    "waves_of",
+]
