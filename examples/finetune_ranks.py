@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_ops
 from moe_ops.demo import MODEL
+from moe_ops.training import clip_grad_norm_, sharded_state_dict
 
 PROMPT, NEW_TOKENS = "If the file", 24
 STEPS, BATCH, CONTEXT, RATE = 8, 4, 64, 5e-4
@@ -77,7 +78,7 @@ def step(model, optimizer, ids):
     """Train on the ``ids`` of this rank."""
     loss = model(ids, labels=ids).loss
     loss.backward()
-    norm = moe_ops.clip_grad_norm_(model, 1.0)
+    norm = clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach(), norm
@@ -92,7 +93,7 @@ def mean(x):
 def states_of(model, optimizer):
     """What a checkpoint has, and the optimizer's state as `set_optimizer_state_dict` takes it."""
     state = get_optimizer_state_dict(model, optimizer)
-    placed = moe_ops.sharded_state_dict(model, state)
+    placed = sharded_state_dict(model, state)
     return {"model": get_model_state_dict(model), "optimizer": placed}, state
 
 

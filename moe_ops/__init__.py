@@ -52,7 +52,6 @@ from moe_ops.tensors import QTensor
 from moe_ops.version import __version__
 
 _LATER = {
-    "clip_grad_norm_": "layer.clipping",
     "FusedMoE": "layer",
     "FusedMoEOptions": "layer",
     "LoadReport": "layer.checkpoint",
@@ -62,7 +61,6 @@ _LATER = {
     "offload_": "offload",
     "offload_stats": "offload",
     "quantize_": "quantization",
-    "sharded_state_dict": "layer.sharded",
 }
 """Names whose modules are imported when they are first used."""
 _MOVED = {
@@ -111,8 +109,6 @@ _MOVED = {
 if TYPE_CHECKING:
     from moe_ops.layer import FusedMoE, FusedMoEOptions
     from moe_ops.layer.checkpoint import LoadReport, load_checkpoint
-    from moe_ops.layer.clipping import clip_grad_norm_
-    from moe_ops.layer.sharded import sharded_state_dict
     from moe_ops.offload import offload_, offload_stats
     from moe_ops.pipeline.explanation import explain
     from moe_ops.quantization import quantize_
@@ -139,7 +135,6 @@ __all__ = [
     "__version__",
     "apply_moe_activation",
     "checking",
-    "clip_grad_norm_",
     "dequantize_weight",
     "expert_lora",
     "explain",
@@ -162,7 +157,6 @@ __all__ = [
     "quantize_weight",
     "select_experts",
     "select_kernel",
-    "sharded_state_dict",
     "unpack_weight",
     "warmup",
     "workspace_nbytes",

@@ -1,4 +1,4 @@
-"""Losses of routers, load balancing without a loss, and adapters of experts.
+"""Losses of routers, load balancing without a loss, adapters of experts, and training over ranks.
 
 `fused_experts`, `fused_moe`, `FusedMoE` and the top-k routers have gradients themselves; what is
 here is used beside them.
@@ -11,13 +11,17 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.functional import count_expert_num_tokens
+from moe_ops.layer.clipping import clip_grad_norm_
+from moe_ops.layer.sharded import sharded_state_dict
 from moe_ops.pipeline.lora import ExpertLora, expert_lora
 
 __all__ = [
     "ExpertLora",
+    "clip_grad_norm_",
     "expert_lora",
     "load_balance_loss",
     "router_z_loss",
+    "sharded_state_dict",
     "update_expert_bias",
 ]
 

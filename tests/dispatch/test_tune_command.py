@@ -26,7 +26,7 @@ from moe_ops.scheme import is_packed
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial
 
-COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--device", "sm_90"]
+COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--device", "h200"]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_tune_records_defaults_beside_the_best(clock, tmp_path):
     assert exit_code([*command, "--tokens", "512"]) == 0
     (path,) = (tmp_path / "records").glob("*/tuning.json")
     assert exit_code([*command, "--tokens", "2"]) == 0
-    sizes = ["tune", "--sizes", "64,4,2048,640", "--scheme", "fp8_block128", "--device", "sm_90"]
+    sizes = ["tune", "--sizes", "64,4,2048,640", "--scheme", "fp8_block128", "--device", "h200"]
     assert exit_code([*sizes, *command[7:], "--tokens", "2"]) == 0
     record = json.loads(path.read_text())
     keys = [(row["shape"], row["M"], row["gemm"]) for row in record["rows"]]

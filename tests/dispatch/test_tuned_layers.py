@@ -175,7 +175,7 @@ from moe_ops import cli
 from moe_ops.pipeline.devices import TARGETS
 cli.target_of = lambda device: TARGETS["sm_90"]
 cli._gemm_clock = lambda problem, layer, jobs: (Clock(block_n=32), list)
-sizes = "--sizes 24,4,2048,640 --scheme fp8_block128 --device sm_90 --tokens 64 --json"
+sizes = "--sizes 24,4,2048,640 --scheme fp8_block128 --device h200 --tokens 64 --json"
 sys.exit(cli.main([sys.argv[1], *sizes.split()]))
 """
 

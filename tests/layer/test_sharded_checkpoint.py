@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parameters_to_vector
 
 import moe_ops
+from moe_ops.training import clip_grad_norm_, sharded_state_dict
 
 E, K, H, I = 8, 2, 128, 256  # noqa: E741
 CASES = {
@@ -200,7 +201,7 @@ def trained(block, x):
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-3)
     for _ in range(2):
         block(x).square().sum().backward()
-        moe_ops.clip_grad_norm_(block, 1.0)
+        clip_grad_norm_(block, 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -212,9 +213,7 @@ def resumed(block, folder, flat=None):
     options = StateDictOptions(flatten_optimizer_state_dict=bool(flat))
     states = get_optimizer_state_dict(block, optimizer, options=options)
     model = get_model_state_dict(block)
-    dcp.load(
-        {"model": model, "optim": moe_ops.sharded_state_dict(block, states)}, checkpoint_id=folder
-    )
+    dcp.load({"model": model, "optim": sharded_state_dict(block, states)}, checkpoint_id=folder)
     set_model_state_dict(block, model)
     set_optimizer_state_dict(block, optimizer, states, options=options)
     return optimizer
@@ -243,7 +242,7 @@ def check_fsdp(rank, ranks, folder):
         )
         saved = {
             "model": get_model_state_dict(block),
-            "optim": moe_ops.sharded_state_dict(block, states),
+            "optim": sharded_state_dict(block, states),
         }
         dcp.save(saved, checkpoint_id=f"{folder}/{flat}")
         one = Block()
@@ -265,9 +264,9 @@ def check_clipping(block, alone, x):
         norms = []
         for model in (block, alone):
             model(x).square().sum().backward()
-            norms.append(moe_ops.clip_grad_norm_(model, 0.5, norm_type, error_if_nonfinite=True))
+            norms.append(clip_grad_norm_(model, 0.5, norm_type, error_if_nonfinite=True))
         torch.testing.assert_close(*norms, rtol=3e-4, atol=0)  # float32 sums of 500,000
-        again = moe_ops.clip_grad_norm_(block, 9.0, norm_type)
+        again = clip_grad_norm_(block, 9.0, norm_type)
         torch.testing.assert_close(again, torch.tensor(0.5), rtol=3e-4, atol=0)
         torchs = torch.nn.utils.clip_grad_norm_(alone.parameters(), 9.0, norm_type)
         torch.testing.assert_close(torchs, again, rtol=3e-4, atol=0)
@@ -275,7 +274,7 @@ def check_clipping(block, alone, x):
             model.zero_grad()
     for wrong in ({"max_norm": -1.0}, {"max_norm": float("nan")}, {"norm_type": 0.5}):
         with pytest.raises(ValueError, match=rf"{[*wrong][0]} must be"):
-            moe_ops.clip_grad_norm_(block, **{"max_norm": 1.0, **wrong})
+            clip_grad_norm_(block, **{"max_norm": 1.0, **wrong})
 
 
 def local(x):
