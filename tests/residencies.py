@@ -6,7 +6,7 @@ import torch
 
 from moe_ops.pipeline.host_experts import store
 from moe_ops.residency import Residency, StateLayout
-from moe_ops.residency.state import CLOCK, COUNTERS, HITS, MISSING
+from moe_ops.residency.state import CLOCK, HITS, MISSES, MISSING, RESIDENT, WAVES
 from moe_ops.tensors import ExpertWeight, ExpertWeights
 
 
@@ -31,10 +31,10 @@ def residency_of_weights(w1, w2, slots):
 
 
 def decided(state, layout):
-    """What `make_resident` decides, without what it leaves undefined and the mirror's address."""
+    """What `make_resident` decides, without what it leaves undefined, and bytes that are copied."""
     entries = state.tolist()
     missing = entries[MISSING]
-    numbers = entries[CLOCK : HITS + COUNTERS] + entries[HITS + COUNTERS + 1 : layout.held]
+    numbers = [entries[at] for at in (CLOCK, HITS, MISSES, WAVES, RESIDENT, MISSING)]
     lists = [entries[layout.held : layout.pending], entries[layout.place : layout.experts]]
     if missing:
         lists.append(entries[layout.pending : layout.place])

@@ -222,7 +222,9 @@ class Experts:
         if self.stored is None or not which:
             return self
         w1, w2 = (
-            schemes.pack_weight(weight, self.scheme) if number in which else weight
+            schemes.pack_weight(weight, self.scheme)
+            if number in which and not schemes.is_packed(weight.data)
+            else weight
             for number, weight in enumerate(self.stored, start=1)
         )
         config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2)

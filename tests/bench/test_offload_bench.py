@@ -13,7 +13,7 @@ def test_a_layer_in_host_memory(capsys):
     table = [line.split() for line in capsys.readouterr().out.splitlines() if "int8" in line]
     assert len(table) == 4
     few, many, whole, _ = table
-    assert [few[4], few[8], few[9]] == ["4", "0.5", "1"]  # a hit and a miss of two experts
+    assert (few[4], few[9]) == ("4", "1") and 0.5 <= float(few[8]) < 0.52  # of two experts
     assert many[6] == "-" and many[-1] == few[-1] == "True"  # they do not fit
     assert whole[4] == "8" and float(whole[8]) > 0.9
 
