@@ -48,7 +48,7 @@ def serves_packed(
     if not packs(scheme, *shape[1:]) or not decodes(scheme, dtype):
         return False
     rule = rule_of(scheme.key, dtype.itemsize, device.arch, device.row_tile, batch_invariant)
-    operands = layer_operands(shape, scheme, dtype, rule, 1, packed=True)
+    operands = layer_operands(shape, scheme, dtype, rule, 1, fragments=True)
     try:
         plan_gemm(problem_of(operands), device)
     except NotImplementedError:
