@@ -127,9 +127,8 @@ def _quantizes(
     tokens, k = ids.shape
     slots = tokens * k
     if torch.compiler.is_compiling() or type(slots) is not int:
-        each_slot = (
-            scheme.dequantizes_both and top_k == 1
-        )  # quantized into bf16 in one pass at any load
+        # Rows that are dequantized are quantized into bf16 in one pass at any load.
+        each_slot = scheme.dequantizes_both and top_k == 1
         return each_slot or not always(sure(tokens) * k > direct_slots(space.num_local_experts))
     rule = tile_rule(scheme.key, x.dtype, x.device)
     shape = (*weight.data.shape[:2], x.shape[1])
@@ -140,9 +139,9 @@ def _quantizes(
         rule,
         slots,
         num_tokens=tokens,
-        top_k=top_k,
-        activation=activation,
         fragments=fragments,
+        activation=activation,
+        top_k=top_k,
     )
     plan = plan_gemm(problem_of(operands), device_facts(x.device))
     return plan.quantizes_rows and (not plan.gathered_rows or len(x) == slots)
