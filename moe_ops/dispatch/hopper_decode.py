@@ -71,7 +71,7 @@ MANY_BYTES = 20 * 1024
 """The same of the kernel for many rows, with the buffers of its epilogue."""
 
 
-def decodes(scheme: Scheme, dtype: torch.dtype) -> bool:
+def dequantizes(scheme: Scheme, dtype: torch.dtype) -> bool:
     """Whether the kernels dequantize weights for a result of a dtype.
 
     Rows have that dtype, or bf16 if they are dequantized too. Scales of groups multiply the weights
@@ -269,7 +269,7 @@ def job_tiles(
     return HopperTiles(kernel, JOB_WARPS, rows, 1, min(total, buffers), ctas=ctas)
 
 
-def decode_slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
+def slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel of a slot; None: it does not take this GEMM.
 
     All programs fit on the GPU at once: see `SLOT_STRIPS`.
@@ -283,7 +283,7 @@ def decode_slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles |
     return None
 
 
-def decode_sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
+def sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel with the weighted sum; None: it does not take this GEMM."""
     if gemm.num_slots > SUM_SLOTS:
         return None

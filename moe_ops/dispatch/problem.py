@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 
 from moe_ops.activation import Formula, formula, row_steps
-from moe_ops.dispatch.hopper_decode import decodes
+from moe_ops.dispatch.hopper_decode import dequantizes
 from moe_ops.dispatch.operands import OperandSpecs
 from moe_ops.dispatch.portable import ScaleGroups, scale_groups, scaled_group
 from moe_ops.dispatch.tiles import Gemm, TileRule
@@ -223,8 +223,8 @@ def _unread(operands: OperandSpecs, scheme: Scheme) -> str:
     """
     a, w, w_scale, out_dtype = operands.a, operands.w, operands.w_scale, operands.out_dtype
     quant, weight = scheme.weight, f"{scheme.name} in the packed form"
-    if quant is None or not decodes(scheme, out_dtype):
-        dtypes = [str(x) for x in (torch.bfloat16, torch.float16) if decodes(scheme, x)]
+    if quant is None or not dequantizes(scheme, out_dtype):
+        dtypes = [str(x) for x in (torch.bfloat16, torch.float16) if dequantizes(scheme, x)]
         return f"the result must be {' or '.join(dtypes)} for w of {weight}, got {out_dtype}"
     same_dtype = scheme.activation is None and scaled_in_rows_dtype(quant)
     if same_dtype and w_scale is not None and w_scale.dtype != a.dtype:

@@ -32,12 +32,12 @@ from moe_ops.dispatch.hopper_decode import (
     MANY_ROW_TILES,
     MANY_WEIGHT_ROWS,
     ONE_CTA,
-    decode_slot_tiles,
-    decode_sum_tiles,
-    decodes,
+    dequantizes,
     few_tiles,
     many_tiles,
     most_stages,
+    slot_tiles,
+    sum_tiles,
 )
 from moe_ops.dispatch.plan import BufferSpec, rows_of
 from moe_ops.dispatch.problem import EACH, GemmProblem
@@ -98,8 +98,8 @@ def _in_jobs(
     return Family(kernel, launcher, kind, conditions, tiles, buffers=_widened, sums=sums, **READS)
 
 
-SLOT = _in_jobs(DECODE_SLOT, decode_slot_tiles, NO_SUM, ROUTED, DIRECT)
-SECOND = _in_jobs(DECODE_SUM, decode_sum_tiles, SUM, ONE_TOKEN, sums=True)
+SLOT = _in_jobs(DECODE_SLOT, slot_tiles, NO_SUM, ROUTED, DIRECT)
+SECOND = _in_jobs(DECODE_SUM, sum_tiles, SUM, ONE_TOKEN, sums=True)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Dequantizing(Persistent):
 
     def widths(self, block_m: int, scheme: Scheme) -> tuple[int, ...]:
         """The values of ``block_n`` for a row tile; empty if it lacks the row tile or scheme."""
-        served = packs(scheme, CHUNK, CHUNK) and decodes(scheme, torch.bfloat16)
+        served = packs(scheme, CHUNK, CHUNK) and dequantizes(scheme, torch.bfloat16)
         return (self.width,) if served and block_m in self.row_tiles else ()
 
     def ctas(self, block_m: int) -> tuple[int, ...]:
