@@ -103,7 +103,7 @@ def _launch(activation: str, subject: Subject, trial: Trial) -> None:
     experts, width, hidden = subject.sizes
     shapes = (experts, 2 * width, hidden), (experts, hidden, width)
     first, second = (
-        _empty_weight(shape, subject.scheme, fragments=subject.packed(which))
+        _empty_weight(shape, subject.scheme, fragments=subject.in_fragments(which))
         for which, shape in enumerate(shapes, start=1)
     )
     quant, scale = subject.scheme.activation, None

@@ -45,7 +45,7 @@ class GemmClock:
         self.device = default_device()
         self.launches = self.device.type == "cuda"  # a reference has no tiles
         experts = make_experts(problem, subject.scheme.key, self.device)
-        experts = experts.in_fragments([which for which in (1, 2) if subject.packed(which)])
+        experts = experts.in_fragments([which for which in (1, 2) if subject.in_fragments(which)])
         weights = expert_weights(experts.w1, experts.w2, experts.quant_config or NOT_QUANTIZED)
         self.gemms = LayerGemms(subject.scheme, problem.top_k, problem.activation, weights)
         self.inputs = lru_cache(maxsize=1)(self._inputs)

@@ -87,9 +87,15 @@ class HostCase(NamedTuple):
 def offloaded(case: HostCase, inputs: Inputs) -> Callable[[], Tensor]:
     """The layer whose experts are in host memory."""
     host = case.host
-    arguments = (inputs.x, host.w1, host.w2, inputs.topk_weights, inputs.topk_ids)
-    activation, config = case.experts.activation, host.quant_config
-    return lambda: moe_ops.fused_experts(*arguments, activation=activation, quant_config=config)
+    return lambda: moe_ops.fused_experts(
+        inputs.x,
+        host.w1,
+        host.w2,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=case.experts.activation,
+        quant_config=host.quant_config,
+    )
 
 
 def run_case(case: HostCase, scheme: str, tokens: int, routing: str) -> OffloadRow:

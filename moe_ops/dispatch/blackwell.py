@@ -55,9 +55,9 @@ def block_scaled_tiles(gemm: Gemm, scheme: str, device: Device) -> TileConfig:
         device: the GPU.
     """
     block_m = gemm.row_tile
-    known = get_scheme(scheme)
-    operands = known.activation, known.weight
-    block_k = 256 if all(q is not None and q.element.packed for q in operands) else 128
+    rows, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
+    nibbles = all(q is not None and q.element.values_per_byte == 2 for q in (rows, weight))
+    block_k = 256 if nibbles else 128
     stage = 128 * (block_m + WEIGHT_ROWS)  # fp4 beside fp8 takes a byte, too
     num_stages = min(4, 1 + device.shared_memory // 2 // stage)
     return TileConfig(

@@ -52,9 +52,9 @@ def _plan(
             return family.plan(problem, family.tiles(problem, device), family.source)
     if problem.summed:
         return _apart(problem, device, tables)
-    found, source = tuned.choose(problem, device, tables)
-    if found is not None:
-        family, tiles = found
+    choice, source = tuned.choose(problem, device, tables)
+    if choice is not None:
+        family, tiles = choice
         return family.plan(problem, tiles, source)
     for family in TUNABLE:
         why = family.why_another(problem, device)
@@ -101,10 +101,10 @@ def passed_over(problem: GemmProblem, device: Device) -> PassedOver:
     Kernels without the weighted sum are asked about the GEMM alone.
     """
     chosen = FAMILIES.index(BY_NAME[plan_gemm(problem, device).kernel])
-    found, alone = [], without_sum(problem)
+    reasons, alone = [], without_sum(problem)
     for family in FAMILIES[:chosen]:
         asked = problem if family.sums else alone
         why = family.why_another(asked, device)
         if why is not None and broken(family.kind, asked, device) is None:
-            found.append((family.kernel, why))
-    return tuple(found)
+            reasons.append((family.kernel, why))
+    return tuple(reasons)

@@ -22,9 +22,9 @@ from moe_ops.dispatch.tiles import (
 from moe_ops.scheme import Scheme
 
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
-"""The kernel for many rows, packed in the order of the plan, and the swap-AB decode kernel."""
+"""The kernel for many rows, gathered in the order of the plan, and the swap-AB kernel for few."""
 TOKEN, TOKEN_SUM = "hopper_token", "hopper_token_sum"
-"""The M = 1 decode kernels, of GEMM 1 and of GEMM 2 with the weighted sum."""
+"""The kernels for one token, of GEMM 1 and of GEMM 2 with the weighted sum."""
 ON_DEMAND_LOAD = 6
 """Up to this bucket (683 rows per expert), 8-bit tiles of 128 rows have a dynamic schedule:
 skipping padding outweighs running in step. Above it, few tiles have padding."""
@@ -33,14 +33,14 @@ GROUP_ON_DEMAND = {1: 4, 2: 3}
 step."""
 ROW_BYTES = 128
 """Bytes of one row of a tile in shared memory: the span of the swizzle, and the step along K."""
-PACKED_LOAD = {1: 3, 2: 5}
-"""The first bucket in which rows are packed (more than 42 rows per expert, or 170), by bytes per
+GATHERED_LOAD = {1: 3, 2: 5}
+"""The first bucket in which rows are gathered (more than 42 rows per expert, or 170), by bytes per
 number; tiles of 192 rows always are. Below it, a pass over the rows costs more than it saves."""
 LEAST_COLUMNS = 65
-"""Weight rows from which rows are packed. A product with fewer, such as the rank of an adapter,
+"""Weight rows from which rows are gathered. A product with fewer, such as the rank of an adapter,
 takes less time than the pass over its rows."""
 STREAM_ROWS = 32
-"""The largest row tile for which the swap-AB decode kernel is chosen without a tuned file."""
+"""The largest row tile for which the swap-AB kernel is chosen without a tuned file."""
 STREAM_STAGES = 5
 """Stages of 128 weight rows; more bring nothing."""
 LONGEST_INT8 = (2**31 - 1) // 128**2
@@ -76,8 +76,8 @@ class HopperTiles:
     """CTAs per SM for which a persistent kernel sets registers and shared memory aside."""
 
     @property
-    def packed(self) -> bool:
-        """Whether rows are packed."""
+    def gathered(self) -> bool:
+        """Whether rows are gathered before the GEMM."""
         return self.kernel == PACKED
 
 
@@ -90,7 +90,7 @@ def operand_bytes(scheme: Scheme) -> int | None:
     weight, rows = scheme.weight, scheme.activation
     if weight is None:
         return 2
-    if rows is None or scheme.decoded or weight.scale in ("input", "e8m0"):  # not float32
+    if rows is None or scheme.dequantizes_both or weight.scale in ("input", "e8m0"):  # not float32
         return None
     if sums_integers(scheme):
         return 1 if weight.shared_cols is None else None  # sums of all of K are not scaled
@@ -100,11 +100,11 @@ def operand_bytes(scheme: Scheme) -> int | None:
 def sums_integers(scheme: Scheme) -> bool:
     """Whether both operands are int8, whose products are summed exactly in int32."""
     rows = scheme.activation
-    return rows is not None and rows.dtype == torch.int8 and not scheme.decoded
+    return rows is not None and rows.dtype == torch.int8 and not scheme.dequantizes_both
 
 
 def takes_one_token(scheme: Scheme) -> bool:
-    """Whether the M = 1 decode kernels take the scheme; they have no int8 products."""
+    """Whether the kernels for one token take the scheme; they have no int8 products."""
     return operand_bytes(scheme) is not None and not sums_integers(scheme)
 
 
@@ -117,7 +117,7 @@ def vector_pieces(k: int, itemsize: int, vectors: int) -> tuple[int, int]:
 def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
     """The values of ``block_n`` that a kernel has for a row tile; empty if it lacks the row tile.
 
-    The swap-AB decode kernel takes 8-bit weights only.
+    The swap-AB kernel takes 8-bit weights only.
     """
     if kernel == PACKED:
         if block_m == TALL_ROW_TILE:
@@ -129,14 +129,14 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
 
 
 def most_stages(tiles: HopperTiles, device: Device) -> int:
-    """Largest stage count beside the epilogue buffer: one CTA per SM if packed, else two."""
+    """Most stages beside the epilogue buffer: one CTA per SM for gathered rows, else two."""
     stage = (tiles.block_m + tiles.block_n) * ROW_BYTES
-    if tiles.packed:
+    if tiles.gathered:
         return (device.shared_memory - 17 * 1024) // (stage + 4 * tiles.block_m)
     return ((device.shared_memory - 1024) // 2 - 3 * 1024) // stage
 
 
-def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
+def gathered_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """The largest tile whose accumulators stay in registers, with as many stages as fit."""
     size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
     block_n = widths(PACKED, block_m, size)[-1]
@@ -157,6 +157,6 @@ def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     return replace(tiles, num_stages=min(most, most_stages(tiles, device)))
 
 
-def packed_rows(num_slots: int, num_experts: int, block_m: int) -> int:
-    """Rows allocated for packed rows: a multiple of 4, as TMA boxes of their scales need."""
+def gathered_rows(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Rows allocated for gathered rows: a multiple of 4, as TMA boxes of their scales need."""
     return 4 * cdiv(padded_slots(num_slots, num_experts, block_m), 4)

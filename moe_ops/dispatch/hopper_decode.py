@@ -1,4 +1,4 @@
-"""Rules for the Hopper kernels that decode packed weights: which GEMMs they take, and their tiles.
+"""Rules for Hopper's kernels that dequantize packed weights: the GEMMs they take, and their tiles.
 
 Host arithmetic, which runs inside operators, where sizes are numbers.
 """
@@ -19,7 +19,7 @@ from moe_ops.scheme.packed import CHUNK
 from moe_ops.scheme.values import SCALE_BITS
 
 DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
-"""The kernel for few rows, which gathers them itself, and the kernel for many, packed rows."""
+"""The kernel for few rows, which gathers them itself, and the kernel for many, gathered rows."""
 DECODE_SLOT, DECODE_SUM = "hopper_decode_slot", "hopper_decode_sum"
 """The kernel for few slots, one a program, and the kernel for GEMM 2 and the weighted sum of one
 token."""
@@ -57,7 +57,7 @@ FEW_CTAS = {
 """CTAs per SM that the kernel for few rows may have, by its row tiles, with the time for the same
 work if every SM is full (measured on an H200: fewer CTAs hide less)."""
 ONE_CTA = (64,)
-"""Row tiles with which that kernel may also have one CTA per SM, if given or tuned: with fewer rows
+"""Row tiles with which that kernel may also have one CTA per SM, if set or tuned: with fewer rows
 it spills registers then."""
 FEW_WEIGHT_ROWS, MANY_WEIGHT_ROWS = 128, 256
 """Weight rows of a tile of the kernel for few rows, and of the kernel for many."""
@@ -71,11 +71,12 @@ MANY_BYTES = 20 * 1024
 """The same of the kernel for many rows, with the buffers of its epilogue."""
 
 
-def decodes(scheme: Scheme, dtype: torch.dtype) -> bool:
-    """Whether the kernels decode weights for a result of a dtype.
+def dequantizes(scheme: Scheme, dtype: torch.dtype) -> bool:
+    """Whether the kernels dequantize weights for a result of a dtype.
 
-    Rows have that dtype, or bf16 if they are decoded too. Scales of groups multiply the weights in
-    the dtype of the rows, which must hold them: scales in that dtype, or one-byte scales in bf16.
+    Rows have that dtype, or bf16 if they are dequantized too. Scales of groups multiply the weights
+    in the dtype of the rows, which must hold them: scales in that dtype, or one-byte scales in
+    bf16.
     """
     quant = scheme.weight
     if quant is None or dtype not in (torch.bfloat16, torch.float16):
@@ -94,15 +95,15 @@ def few_ctas(block_m: int, tiles: float, device: Device) -> int:
     begin early. Otherwise the last round of tiles shall be nearly full, as it takes as long as the
     others.
     """
-    known = FEW_CTAS.get(block_m, {2: 1.0})
+    times = FEW_CTAS.get(block_m, {2: 1.0})
     at_once = math.ceil(tiles / device.processors)
-    if at_once < max(known):
-        return min(ctas for ctas in known if ctas > at_once)
+    if at_once < max(times):
+        return min(ctas for ctas in times if ctas > at_once)
 
     def time(ctas: int) -> float:
-        return known[ctas] * ctas * math.ceil(tiles / (ctas * device.processors))
+        return times[ctas] * ctas * math.ceil(tiles / (ctas * device.processors))
 
-    return min(known, key=time)
+    return min(times, key=time)
 
 
 class UnitBytes(NamedTuple):
@@ -168,8 +169,9 @@ def few_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
 
 def many_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
     """Tiles of the kernel for many rows."""
-    sizes = (gemm.row_tile, MANY_WEIGHT_ROWS, 8, LEAST_STAGES)
-    return with_stages(HopperTiles(DECODE_MANY, *sizes, on_demand=True), quant, device)
+    rows = gemm.row_tile
+    tiles = HopperTiles(DECODE_MANY, rows, MANY_WEIGHT_ROWS, 8, LEAST_STAGES, on_demand=True)
+    return with_stages(tiles, quant, device)
 
 
 def with_stages(tiles: HopperTiles, quant: Quant, device: Device) -> HopperTiles:
@@ -267,7 +269,7 @@ def job_tiles(
     return HopperTiles(kernel, JOB_WARPS, rows, 1, min(total, buffers), ctas=ctas)
 
 
-def decode_slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
+def slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel of a slot; None: it does not take this GEMM.
 
     All programs fit on the GPU at once: see `SLOT_STRIPS`.
@@ -281,7 +283,7 @@ def decode_slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles |
     return None
 
 
-def decode_sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
+def sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel with the weighted sum; None: it does not take this GEMM."""
     if gemm.num_slots > SUM_SLOTS:
         return None

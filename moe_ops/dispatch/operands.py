@@ -33,7 +33,7 @@ class OperandSpecs(NamedTuple):
     a: TensorSpec
     """The rows, stored or not quantized yet."""
     a_scale: TensorSpec | None
-    """Scales of stored rows, or the given scale for quantizing rows."""
+    """Scales of stored rows, or the static scale for quantizing rows."""
     w: TensorSpec
     """The weight, in the plain or the packed form."""
     w_scale: TensorSpec | None
@@ -60,39 +60,39 @@ class OperandSpecs(NamedTuple):
     """Whether Gluon kernels can run: there is no interpreter for Gluon in Triton."""
 
 
-def operands_of(operator: str, given: Mapping[str, Any]) -> OperandSpecs:
+def operands_of(operator: str, arguments: Mapping[str, Any]) -> OperandSpecs:
     """The operands of an operator's call.
 
     Args:
         operator: one of `GEMMS`.
-        given: arguments by their names in the schema; those that have defaults may be missing.
+        arguments: by their names in the schema; those that have defaults may be missing.
     """
-    a, weight, tiles = given["a"], ExpertWeight(*given["weight"]), given["tiles"]
+    a, weight, tiles = arguments["a"], ExpertWeight(*arguments["weight"]), arguments["tiles"]
     a_scale, w, w_scale = (
         None if x is None else TensorSpec.of(x)
-        for x in (given.get("a_scale"), weight.data, weight.scale)
+        for x in (arguments.get("a_scale"), weight.data, weight.scale)
     )
     if weight.rows is not None:  # the weight of all experts has the same plan
         experts = weight.rows.shape[0]
         w, w_scale = (
             None if x is None else x._replace(shape=(experts, *x.shape[1:])) for x in (w, w_scale)
         )
-    scheme = given.get("scheme", UNQUANTIZED.key)
+    scheme = arguments.get("scheme", UNQUANTIZED.key)
     return OperandSpecs(
         TensorSpec.of(a),
         a_scale,
         cast(TensorSpec, w),
         w_scale,
-        given.get("out_dtype", a.dtype),
-        gemm_rule(scheme, a, tiles, given.get("batch_invariant", False)),
+        arguments.get("out_dtype", a.dtype),
+        gemm_rule(scheme, a, tiles, arguments.get("batch_invariant", False)),
         scheme,
-        given.get("activation", ""),
-        given.get("top_k", 1),
+        arguments.get("activation", ""),
+        arguments.get("top_k", 1),
         None if tiles[1] is None else tiles[1].shape[0],
-        weighted=given.get("topk_weights") is not None,
+        weighted=arguments.get("topk_weights") is not None,
         summed=operator == "expert_product_sum",
         adds=operator == "expert_product.out",
-        expert_order=given.get("expert_order", False),
+        expert_order=arguments.get("expert_order", False),
         gluon=weight.data.device.type in ("cuda", "meta"),
     )
 
@@ -108,12 +108,12 @@ def layer_operands(
     num_tokens: int | None = None,
     top_k: int = 1,
     activation: str = "",
-    packed: bool = False,
+    fragments: bool = False,
 ) -> OperandSpecs:
     """The operands of a layer's GEMM: contiguous, aligned, on one GPU.
 
     Rows are quantized before the GEMM if all rows decide their scale, if they are grouped by
-    expert, or if a kernel for a plain weight decodes them.
+    expert, or if a kernel for a plain weight dequantizes them.
 
     Args:
         weight: ``(E, rows, K)`` of the weight, in numbers.
@@ -124,16 +124,21 @@ def layer_operands(
         num_tokens: T if rows are the slots of a routing; None: rows are grouped by expert.
         top_k: k for GEMM 1; 1 for GEMM 2, whose rows are slots.
         activation: key of the activation that GEMM 1 applies to its product; empty: none.
-        packed: whether the weight is in the packed form.
+        fragments: whether the weight is in the packed form.
     """
-    early = num_tokens is None or (scheme.decoded and not packed)
+    early = num_tokens is None or (scheme.dequantizes_both and not fragments)
     second = num_tokens == 1 and not activation and top_k == 1
     return OperandSpecs(
         *_layer_rows(scheme.activation, dtype, num_slots // top_k, weight[2], early=early),
-        *_layer_weight(scheme.weight, dtype, weight, packed=packed),
-        out_dtype=dtype, rule=rule, scheme=scheme.key, activation=activation, top_k=top_k,
-        num_tokens=num_tokens, summed=second and (packed or sums_one_token(scheme)),
-    )  # fmt: skip
+        *_layer_weight(scheme.weight, dtype, weight, fragments=fragments),
+        out_dtype=dtype,
+        rule=rule,
+        scheme=scheme.key,
+        activation=activation,
+        top_k=top_k,
+        num_tokens=num_tokens,
+        summed=second and (fragments or sums_one_token(scheme)),
+    )
 
 
 def _layer_rows(
@@ -152,18 +157,18 @@ def _layer_rows(
 
 
 def _layer_weight(
-    quant: Quant | None, dtype: torch.dtype, weight: tuple[int, int, int], *, packed: bool
+    quant: Quant | None, dtype: torch.dtype, weight: tuple[int, int, int], *, fragments: bool
 ) -> tuple[TensorSpec, TensorSpec | None]:
     """A layer's weight and its scales."""
     if quant is None:
         return TensorSpec.contiguous(dtype, *weight), None
     (experts, n, k), shape = weight, quant.weight_scale_shape(*weight)
-    stored = PACKED_DTYPE if packed else quant.dtype
+    stored = PACKED_DTYPE if fragments else quant.dtype
     return (
         TensorSpec.contiguous(stored, experts, n, k // quant.numbers_per_entry(stored)),
         TensorSpec.contiguous(
             dtype if quant.scale == "input" else quant.scale_dtype,
-            *(groups_first(shape) if packed else shape),
+            *(groups_first(shape) if fragments else shape),
         ),
     )
 

@@ -25,9 +25,9 @@ class GemmPlan(NamedTuple):
     """Name of the family of kernels: see `moe_ops.dispatch.families`."""
     config: KernelTiles
     quantizes_rows: bool
-    """Whether the kernel, or the pass that packs its rows, quantizes rows that are not stored."""
-    packed_rows: int
-    """Rows allocated for packing in the order of the plan; 0: rows are not packed."""
+    """Whether the kernel, or the pass that gathers its rows, quantizes rows that are not stored."""
+    gathered_rows: int
+    """Rows allocated for gathering in the order of the plan; 0: rows are not gathered."""
     scratch: tuple[BufferSpec, ...]
     source: str
     """Where the tiles come from and, if a tuned file exists but is not used, why not."""

@@ -81,7 +81,7 @@ class ScaleGroups(NamedTuple):
 def scaled_group(scheme: Scheme) -> int | None:
     """Elements along K that share the scale of a row, which a K block may not cross; None: any."""
     quant = scheme.activation
-    return None if quant is None or scheme.decoded else quant.shared_cols
+    return None if quant is None or scheme.dequantizes_both else quant.shared_cols
 
 
 def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) -> ScaleGroups:

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 
 from moe_ops.activation import Formula, formula, row_steps
-from moe_ops.dispatch.hopper_decode import decodes
+from moe_ops.dispatch.hopper_decode import dequantizes
 from moe_ops.dispatch.operands import OperandSpecs
 from moe_ops.dispatch.portable import ScaleGroups, scale_groups, scaled_group
 from moe_ops.dispatch.tiles import Gemm, TileRule
@@ -58,7 +58,7 @@ class GemmProblem(NamedTuple):
     """
 
     sizes: Gemm
-    """Sizes; ``itemsize`` is that of the given rows."""
+    """Sizes; ``itemsize`` is that of the rows as they come."""
     scheme: str = "unquantized"
     """Key of the scheme."""
     activation: str = ""
@@ -72,10 +72,10 @@ class GemmProblem(NamedTuple):
     expert_scales: bool = False
     """Whether the rows of each expert have a separate scale."""
     shared_scale: bool = False
-    """Whether all rows share one given scale."""
+    """Whether all rows share one static scale."""
     boxes: bool = True
     """Whether Hopper's kernels can read the operands, which are aligned: of one dtype with float32
-    scales, or a packed weight that they decode."""
+    scales, or a packed weight that they dequantize."""
     num_tokens: int | None = None
     """Tokens of the routing; None: the GEMM gets a plan but no routing."""
     summed: bool = False
@@ -86,7 +86,7 @@ class GemmProblem(NamedTuple):
     """Whether routing weights multiply the product."""
     permuted: str | None = None
     """Which of ``a`` and ``out`` has permuted rows; None: both are in slot order."""
-    packed: bool = False
+    fragments: bool = False
     """Whether the weight is in the packed form."""
     adds: bool = False
     """Whether the product is added to rows that are there; only the dense portable kernel can."""
@@ -97,7 +97,7 @@ class GemmProblem(NamedTuple):
     def quant(self) -> Quant | None:
         """How rows are quantized if stored values are multiplied; None: they are not."""
         scheme = get_scheme(self.scheme)
-        return None if scheme.decoded else scheme.activation
+        return None if scheme.dequantizes_both else scheme.activation
 
     @property
     def operand_itemsize(self) -> int:
@@ -179,10 +179,10 @@ def problem_of(operands: OperandSpecs) -> GemmProblem:
         w.shape,
     )
     weight = (experts, n, width * scheme.numbers_per_entry(w.dtype))
-    itemsize = 2 if scheme.decoded else a.dtype.itemsize
-    packed = w.dtype in PACKED_DTYPES
-    unread = _unread(operands, scheme) if packed else ""
-    boxes = not unread if packed else not operands.adds and _boxable(operands, scheme)
+    itemsize = 2 if scheme.dequantizes_both else a.dtype.itemsize
+    fragments = w.dtype in PACKED_DTYPES
+    unread = _unread(operands, scheme) if fragments else ""
+    boxes = not unread if fragments else not operands.adds and _boxable(operands, scheme)
     rows, scales = _row_facts(operands, scheme)
     return GemmProblem(
         sizes_of(a.shape[0] * operands.top_k, weight, itemsize, operands.rule, activation),
@@ -199,7 +199,7 @@ def problem_of(operands: OperandSpecs) -> GemmProblem:
         out_itemsize=operands.out_dtype.itemsize,
         weighted=operands.weighted,
         permuted=None if not operands.expert_order else "out" if activation else "a",
-        packed=packed,
+        fragments=fragments,
         adds=operands.adds,
         unread=unread,
     )
@@ -210,10 +210,10 @@ def _row_facts(operands: OperandSpecs, scheme: Scheme) -> tuple[str, int]:
     quant, scale = scheme.activation, operands.a_scale
     if quant is None:
         return STORED, 0
-    given = 0 if scale is None else scale.numel()
-    alone = given == int(quant.per_tensor)
+    scales = 0 if scale is None else scale.numel()
+    alone = scales == int(quant.per_tensor)
     state = STORED if operands.a.dtype == quant.dtype else EACH if alone else ALL
-    return state, given * (quant.per_tensor and not scheme.decoded)
+    return state, scales * (quant.per_tensor and not scheme.dequantizes_both)
 
 
 def _unread(operands: OperandSpecs, scheme: Scheme) -> str:
@@ -222,24 +222,24 @@ def _unread(operands: OperandSpecs, scheme: Scheme) -> str:
     Rows that are quantized are copied, and the scales of their weights have one byte.
     """
     a, w, w_scale, out_dtype = operands.a, operands.w, operands.w_scale, operands.out_dtype
-    quant, decoded = scheme.weight, f"{scheme.name} in the packed form"
-    if quant is None or not decodes(scheme, out_dtype):
-        known = [str(x) for x in (torch.bfloat16, torch.float16) if decodes(scheme, x)]
-        return f"the result must be {' or '.join(known)} for w of {decoded}, got {out_dtype}"
+    quant, weight = scheme.weight, f"{scheme.name} in the packed form"
+    if quant is None or not dequantizes(scheme, out_dtype):
+        dtypes = [str(x) for x in (torch.bfloat16, torch.float16) if dequantizes(scheme, x)]
+        return f"the result must be {' or '.join(dtypes)} for w of {weight}, got {out_dtype}"
     same_dtype = scheme.activation is None and scaled_in_rows_dtype(quant)
     if same_dtype and w_scale is not None and w_scale.dtype != a.dtype:
-        rule = f"w_scale must have the dtype of a, {a.dtype}, for w of {decoded}"
+        rule = f"w_scale must have the dtype of a, {a.dtype}, for w of {weight}"
         return f"{rule}, got {w_scale.dtype}"
     if w.address != 0:
         return f"w must begin at a multiple of 16 bytes in the packed form, got {w.address} more"
     if scheme.activation is None and (a.strides[0] % 8 != 0 or a.address != 0):
-        rule = f"rows of a must begin at multiples of 16 bytes for w of {decoded}"
+        rule = f"rows of a must begin at multiples of 16 bytes for w of {weight}"
         return f"{rule}, got address 16 n + {a.address} and {a.strides[0]} numbers from row to row"
     return ""
 
 
 def scaled_in_rows_dtype(quant: Quant) -> bool:
-    """Whether kernels decode a packed weight with scales in the dtype of the rows alone."""
+    """Whether kernels dequantize a packed weight with scales in the dtype of the rows alone."""
     return quant.scale == "input" and (quant.local or quant.zero_point)
 
 
@@ -251,7 +251,7 @@ def without_sum(problem: GemmProblem) -> GemmProblem:
 def _boxable(operands: OperandSpecs, scheme: Scheme) -> bool:
     """Whether TMA can address a plain weight and rows of its dtype, with float32 scales.
 
-    The place of the rows counts only if the kernel reads them without packing them first.
+    The place of the rows counts only if the kernel reads them without gathering them first.
     """
     a, w, quant = operands.a, operands.w, scheme.activation
     dtype, size = a.dtype if quant is None else quant.dtype, w.dtype.itemsize

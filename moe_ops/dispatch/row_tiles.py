@@ -101,8 +101,8 @@ def rule_of(
         return INVARIANT
     if row_tile is not None:
         return one_row_tile(row_tile)
-    known = get_scheme(scheme)
-    size = operand_bytes(known)
+    formats = get_scheme(scheme)
+    size = operand_bytes(formats)
     if arch == 90 and size is not None and (size == 1 or itemsize == 2):
         return HOPPER[size]
-    return PORTABLE if known.activation is None or known.decoded else EIGHT_BIT
+    return PORTABLE if formats.activation is None or formats.dequantizes_both else EIGHT_BIT

@@ -198,9 +198,9 @@ def plan_sizes(num_slots: int, num_experts: int, rule: TileRule, pad_to: int = 1
     experts_at = PLAN_HEADER + rows
     entries = experts_at + 2 * tiles
     if type(entries) is int and entries > MAX_PLAN_ENTRIES:
-        known = sorted({tile for _, tile in rule.steps})
+        row_tiles = sorted({tile for _, tile in rule.steps})
         raise NotImplementedError(
-            f"topk_ids must have so few slots that a plan with row tiles {known} has at "
+            f"topk_ids must have so few slots that a plan with row tiles {row_tiles} has at "
             f"most {MAX_PLAN_ENTRIES} entries, got {num_slots} slots"
         )
     return PlanSizes(rows, tiles, experts_at, experts_at + tiles, entries)
@@ -208,8 +208,8 @@ def plan_sizes(num_slots: int, num_experts: int, rule: TileRule, pad_to: int = 1
 
 def symbolic_plan_sizes(num_slots, num_experts, rule: TileRule, pad_to: int = 1) -> PlanSizes:
     """`plan_sizes` for numbers that may be symbolic, which the cache cannot look up."""
-    known = isinstance(num_slots, int) and isinstance(num_experts, int)
-    sizes = plan_sizes if known else plan_sizes.__wrapped__
+    numbers = isinstance(num_slots, int) and isinstance(num_experts, int)
+    sizes = plan_sizes if numbers else plan_sizes.__wrapped__
     return sizes(num_slots, num_experts, rule, pad_to)
 
 

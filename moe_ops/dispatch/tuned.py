@@ -35,8 +35,8 @@ def cache_folder() -> Path | None:
     Source:
         XDG base directories: ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
     """
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    base = named if os.path.isabs(named) else os.path.expanduser("~/.cache")
     return Path(base, "moe_ops", "tuned") if os.path.isabs(base) else None
 
 
@@ -47,7 +47,7 @@ PACKAGED = files("moe_ops") / "configs"
 """The package's folder of tuned files."""
 
 
-class Found(NamedTuple):
+class Contents(NamedTuple):
     """What is in a folder of tuned files."""
 
     layers: list[TunedLayer]
@@ -55,21 +55,21 @@ class Found(NamedTuple):
     """A sentence for the folder, or for each JSON file, that cannot be used."""
 
 
-def look_into(folder: Any) -> Found:
+def look_into(folder: Any) -> Contents:
     """Read all JSON files in a folder (a path or a resource) that `parse` accepts."""
-    found = Found([], [])
+    contents = Contents([], [])
     try:
         if not folder.is_dir():
             raise ValueError(f"{VARIABLE} must name a folder, got {str(folder)!r}")
         names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".json"))
     except (OSError, ValueError) as error:
-        return Found([], [f"no tuned file is used: {error}"])
+        return Contents([], [f"no tuned file is used: {error}"])
     for name in names:
         try:
-            found.layers.append(_read(folder / name))
+            contents.layers.append(_read(folder / name))
         except (OSError, ValueError) as error:
-            found.problems.append(f"a file in {folder} is not used: {error}")
-    return found
+            contents.problems.append(f"a file in {folder} is not used: {error}")
+    return contents
 
 
 def _read(file: Any) -> TunedLayer:
@@ -91,10 +91,10 @@ def _read(file: Any) -> TunedLayer:
 
 def read_folder(folder: Any) -> list[TunedLayer]:
     """The layers of all tuned files in a folder; warns of each file that cannot be used."""
-    found = look_into(folder)
-    for problem in found.problems:
+    contents = look_into(folder)
+    for problem in contents.problems:
         warnings.warn(problem, stacklevel=2)
-    return found.layers
+    return contents.layers
 
 
 class Tables(Mapping[tuple[str, str], dict[Sizes, TunedLayer]]):
@@ -111,10 +111,10 @@ class Tables(Mapping[tuple[str, str], dict[Sizes, TunedLayer]]):
 
     @cached_property
     def _by_gpu(self) -> dict[tuple[str, str], dict[Sizes, TunedLayer]]:
-        found: dict[tuple[str, str], dict[Sizes, TunedLayer]] = {}
+        layers: dict[tuple[str, str], dict[Sizes, TunedLayer]] = {}
         for layer in self._read():
-            found.setdefault((layer.device, layer.scheme), {})[layer.sizes] = layer
-        return found
+            layers.setdefault((layer.device, layer.scheme), {})[layer.sizes] = layer
+        return layers
 
     def __getitem__(self, key: tuple[str, str]) -> dict[Sizes, TunedLayer]:
         return self._by_gpu[key]
@@ -175,9 +175,9 @@ def choose(
     layer = tables.get((plain_name(device.name), problem.scheme), {}).get(_layer_sizes(gemm))
     if layer is None or gemm.rule.batch_invariant or gemm.itemsize == 4:
         return None, DEFAULT
-    entry = _nearest(layer, gemm, packed=problem.packed)
+    entry = _nearest(layer, gemm, fragments=problem.fragments)
     if entry is None:
-        at = "packed weights at this load" if problem.packed else "this load"
+        at = "packed weights at this load" if problem.fragments else "this load"
         return None, f"{DEFAULT} ({layer.file} has nothing for {at})"
     tiles = _tiles_of(entry, gemm)
     family = serving(tiles, problem, device)
@@ -197,7 +197,7 @@ def _tiles_of(entry: Entry, gemm: Gemm) -> KernelTiles:
     return entry.gemm1 if gemm.halves == 2 else entry.gemm2
 
 
-def _nearest(layer: TunedLayer, gemm: Gemm, *, packed: bool) -> Entry | None:
+def _nearest(layer: TunedLayer, gemm: Gemm, *, fragments: bool) -> Entry | None:
     """The entry with the same bucket, row tile and form of weights, nearest in number of rows."""
     last = last_class(gemm.rule)
 
@@ -214,11 +214,11 @@ def _nearest(layer: TunedLayer, gemm: Gemm, *, packed: bool) -> Entry | None:
         for entry in layer.entries
         if class_of(entry.num_tokens * layer.top_k) == mine
         and entry.gemm1.block_m == block_m
-        and for_packed(_tiles_of(entry, gemm)) == packed
+        and reads_fragments(_tiles_of(entry, gemm)) == fragments
     ]
     return min(near, key=distance, default=None)
 
 
-def for_packed(tiles: KernelTiles) -> bool:
+def reads_fragments(tiles: KernelTiles) -> bool:
     """Whether a kernel for packed weights has such tiles."""
     return isinstance(tiles, HopperTiles) and BY_NAME[tiles.kernel].fragments

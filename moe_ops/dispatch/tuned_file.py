@@ -106,9 +106,9 @@ def parse(file: str, text: str) -> TunedLayer:
     Raises:
         ValueError: the file is invalid; the message names the file, the key and the broken rule.
     """
-    *sizes, device, scheme = check_name(file)
+    *sizes, device, spelled = check_name(file)
     try:
-        known, record = get_scheme(scheme.translate(_READ)), json.loads(text)
+        scheme, record = get_scheme(spelled.translate(_READ)), json.loads(text)
     except (NotImplementedError, ValueError) as error:  # of the name, or of the text
         raise ValueError(f"{file}: {error}") from None
     except RecursionError:
@@ -116,9 +116,9 @@ def parse(file: str, text: str) -> TunedLayer:
     _require(isinstance(record, dict), file, "the file", "be an object", record)
     top_k = record.pop("top_k", None)
     _whole(file, "top_k", top_k, most=MAX_TOP_K)
-    entries = tuple(_entry(file, key, record[key], known) for key in record)
+    entries = tuple(_entry(file, key, record[key], scheme) for key in record)
     experts, n, k = map(int, sizes)
-    return TunedLayer(file, (experts, n, k), device, known.key, top_k, entries)
+    return TunedLayer(file, (experts, n, k), device, scheme.key, top_k, entries)
 
 
 def _require(holds: Any, file: str, key: str, rule: str, got: object) -> None:
@@ -145,8 +145,8 @@ def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
     _require(_COUNT.fullmatch(key), file, "a key", "be top_k or a token count", key)
     _require(isinstance(value, dict), file, key, "be an object", value)
     block_m = value.get("BLOCK_M")
-    known = type(block_m) is int and block_m in KNOWN_ROW_TILES
-    _require(known, file, f"{key}.BLOCK_M", f"be among {KNOWN_ROW_TILES}", block_m)
+    allowed = type(block_m) is int and block_m in KNOWN_ROW_TILES
+    _require(allowed, file, f"{key}.BLOCK_M", f"be among {KNOWN_ROW_TILES}", block_m)
     both = []
     for name in ("gemm1", "gemm2"):
         at, tiles = f"{key}.{name}", value.get(name)
@@ -185,9 +185,8 @@ def _hopper_tiles(
     on_demand = tiles.get("ON_DEMAND", False)
     ctas: Any = tiles.get("CTAS", 1 if allowed == (1,) else None)
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
-    _require(
-        family.packs or not on_demand, file, f"{at}.ON_DEMAND", f"be false for {kernel}", on_demand
-    )
+    rule = f"be false for {kernel}"
+    _require(family.gathers or not on_demand, file, f"{at}.ON_DEMAND", rule, on_demand)
     _among(file, f"{at}.CTAS", ctas, allowed)
     block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
     return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand, ctas)

@@ -40,8 +40,10 @@ class ExpertsOnHost(HostTarget):
         experts, own = self.module, list(self.module.parameters(recurse=False))
         if _mxfp4.is_experts(experts):
             adapted = getattr(experts.__dict__.get("forward"), "__func__", None)
-            known = adapted is _mxfp4.experts_forward
-            return None if known else "its MXFP4 weights are not adapted: call adapt(model) first"
+            is_adapted = adapted is _mxfp4.experts_forward
+            return (
+                None if is_adapted else "its MXFP4 weights are not adapted: call adapt(model) first"
+            )
         chosen = getattr(experts.config, "_experts_implementation", None)
         if chosen != NAME:
             return f'its experts_implementation is {chosen!r}, not "{NAME}"'
@@ -86,8 +88,8 @@ class QuantizedOnHost(LayerOnHost):
 
     def amount(self) -> Amount:
         """Return the layer's sizes with the k of the model."""
-        found = super().amount()
-        return found._replace(top_k=min(self.top_k, found.num_experts))
+        amount = super().amount()
+        return amount._replace(top_k=min(self.top_k, amount.num_experts))
 
 
 def _top_k(experts: Any) -> int:
@@ -125,9 +127,9 @@ def _own(experts: Any) -> Weights:
     return _fp8.weights_of(experts) if _fp8.is_quantized(experts) else own_weights(experts)
 
 
-def _expert_weights(found: Weights) -> ExpertWeights:
-    w1, w2, b1, b2 = (None if x is None else x.detach() for x in found[:4])
-    config = found.quant_config or NOT_QUANTIZED
+def _expert_weights(own: Weights) -> ExpertWeights:
+    w1, w2, b1, b2 = (None if x is None else x.detach() for x in own[:4])
+    config = own.quant_config or NOT_QUANTIZED
     return expert_weights(w1, w2, config, config.biases(b1, b2))  # type: ignore[arg-type]
 
 

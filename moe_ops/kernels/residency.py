@@ -74,8 +74,8 @@ def _wanted(
     count = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, num_ids, IDS):
         slot = start + tl.arange(0, IDS)
-        found = local_experts(topk_ids, expert_map, slot, slot < num_ids, num_global, num_experts)
-        count += tl.histogram(tl.maximum(found, 0), EXPERTS, mask=found >= 0)
+        expert = local_experts(topk_ids, expert_map, slot, slot < num_ids, num_global, num_experts)
+        count += tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
     return (count > 0) & (tl.arange(0, EXPERTS) < num_experts)
 
 
@@ -264,8 +264,8 @@ def make_resident(
     """Launch one program."""
     fakes.make_resident(topk_ids, expert_map, state, num_experts, num_slots)
     num_global = map_size(expert_map, num_experts)
-    arguments = (topk_ids.contiguous(), dense(expert_map), state, topk_ids.numel(), num_global)
-    _decide_launch(num_experts, num_slots)((1,), *arguments)
+    ids, launch = topk_ids.contiguous(), _decide_launch(num_experts, num_slots)
+    launch((1,), ids, dense(expert_map), state, ids.numel(), num_global)
 
 
 def copy_experts(
@@ -297,13 +297,22 @@ def host_product(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Launch for each wave the copy, and the kernel that the plan of all experts chooses."""
-    owner, how = residency_of(table)[0], (activation, expert_order, batch_invariant)
-    operands = (a, a_scale, table, state, topk_weights, tiles)
-    out = fakes.host_product(*operands, top_k, num_rows, out_dtype, *how)
+    owner = residency_of(table)[0]
+    settings = {
+        "top_k": top_k,
+        "out_dtype": out_dtype,
+        "activation": activation,
+        "expert_order": expert_order,
+        "batch_invariant": batch_invariant,
+    }
+    out = fakes.host_product(
+        a, a_scale, table, state, topk_weights, tiles, num_rows=num_rows, **settings
+    )
 
     def multiply(weight: ExpertWeight) -> None:
-        rest = (top_k, owner.scheme, out_dtype, *how)
-        products.expert_product(a, a_scale, weight, topk_weights, tiles, *rest, out=out)
+        products.expert_product(
+            a, a_scale, weight, topk_weights, tiles, scheme=owner.scheme, **settings, out=out
+        )
 
     _wait_for_other_stream(owner, a)
     _DECIDE_AND_COPY.run(table, state, tiles, multiply)
@@ -323,18 +332,25 @@ def host_product_sum(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Run the kernel that also sums for one token, which one wave serves; else product and sum."""
-    owner, how = residency_of(table)[0], (expert_order, batch_invariant)
+    owner = residency_of(table)[0]
     _, topk_ids, expert_map = tiles
+    settings = {
+        "out_dtype": out_dtype,
+        "expert_order": expert_order,
+        "batch_invariant": batch_invariant,
+    }
     sizes = (owner.num_experts, owner.num_slots)
     if topk_ids is None or topk_ids.shape[0] != 1 or waves_of(*sizes, topk_ids.numel()) > 1:
-        rest = (1, num_rows, out_dtype, "", *how)
-        y = host_product(a, a_scale, table, state, None, tiles, *rest)
+        y = host_product(a, a_scale, table, state, None, tiles, 1, num_rows, **settings)
         return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, owner.num_experts)
     out: list[Tensor] = []
 
     def multiply(weight: ExpertWeight) -> None:
-        rest = (topk_weights, tiles, owner.scheme, out_dtype, *how)
-        out.append(products.expert_product_sum(a, a_scale, weight, *rest))
+        out.append(
+            products.expert_product_sum(
+                a, a_scale, weight, topk_weights, tiles, owner.scheme, **settings
+            )
+        )
 
     _wait_for_other_stream(owner, a)
     _DECIDE_AND_COPY.run(table, state, tiles, multiply)

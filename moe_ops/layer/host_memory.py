@@ -70,22 +70,22 @@ class HoldsExperts(ExpertLayer):
                 y.copy_(x)
         host.residency.empty_()
 
-    def _device_of_store(self, given: FusedMoEOptions) -> torch.device | str | None:
+    def _device_of_store(self, options: FusedMoEOptions) -> torch.device | str | None:
         """Note how many experts of a new layer are resident; return where its parameters go.
 
         Raises:
             TypeError, ValueError: as `parse_amount`.
         """
-        if given.resident_experts is None:
-            return given.device
+        if options.resident_experts is None:
+            return options.device
         experts = self.sizes.num_experts
-        least = min(self.top_k + given.n_shared_experts, experts)
+        least = min(self.top_k + options.n_shared_experts, experts)
         amount = Amount(experts, least, expert_bytes(self.sizes))
-        (count,) = parse_amount("resident_experts", given.resident_experts, [amount])
+        (count,) = parse_amount("resident_experts", options.resident_experts, [amount])
         if count == experts:
-            return given.device
+            return options.device
         self.resident_experts = count
-        self._device = torch.empty(0, device=given.device).device
+        self._device = torch.empty(0, device=options.device).device
         return "meta" if self._device.type == "meta" else "cpu"
 
     def _apply_on_host(self, fn: Any, kept: Container[int]) -> dict[int, Tensor]:
@@ -97,17 +97,17 @@ class HoldsExperts(ExpertLayer):
         probe = fn(old)
         self._device = probe.device
         host = torch.device("meta" if probe.is_meta else "cpu")
-        found: dict[int, Tensor] = {}
+        moved: dict[int, Tensor] = {}
         for name in parameter_specs(self.sizes):
             x = self._parameters.get(name)
             if x is None:
                 continue
             dtype = x.dtype if id(x) in kept else probe.dtype
             if x.is_meta and host.type != "meta":
-                found[id(x)] = torch.empty_like(x, dtype=dtype, device=host)
+                moved[id(x)] = torch.empty_like(x, dtype=dtype, device=host)
             else:
-                found[id(x)] = x.data.to(host, dtype)
-        return found
+                moved[id(x)] = x.data.to(host, dtype)
+        return moved
 
     def _probed_device(self) -> torch.device:
         return torch.device("meta") if self.w13_weight.is_meta else self.compute_device

@@ -151,6 +151,6 @@ def offload_stats(model: nn.Module) -> OffloadStats:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    found: list[Any] = [target.host_experts() for target in found_in(model, FINDERS)]
-    stats = [host.residency.stats() for host in found if host is not None]
+    hosts: list[Any] = [target.host_experts() for target in found_in(model, FINDERS)]
+    stats = [host.residency.stats() for host in hosts if host is not None]
     return OffloadStats(*(sum(x[i] for x in stats) for i in range(len(OffloadStats._fields))))

@@ -187,7 +187,7 @@ def _plans(
             num_tokens=tokens,
             top_k=top_k,
             activation=activation,
-            packed=fragments,
+            fragments=fragments,
         )
         if most is not None and operands.a_scale is not None:
             scales = scheme.quants[0].batched_scale_shape(num_experts, most, k)

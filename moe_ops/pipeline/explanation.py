@@ -121,10 +121,9 @@ class Explanation:
             f"{c.hidden_dim}, intermediate {c.intermediate_size}, {c.activation_kind.value}, "
             f"{_plain(c.in_dtype)}{', batch-invariant' if c.batch_invariant else ''}"
         )
-        chosen = (
-            "no implementation serves this" if self.choice is None
-            else f"{self.choice} behind {self.prepare_finalize}"
-        )  # fmt: skip
+        chosen = f"{self.choice} behind {self.prepare_finalize}"
+        if self.choice is None:
+            chosen = "no implementation serves this"
         head = f"{self.scheme.name} on {device}, {self.activation_format} format: {chosen}"
         runs = "" if target.facts is not None else f"\n{REFERENCES_RUN}"
         return f"{head}{runs}\n{sizes}"
@@ -198,8 +197,8 @@ class Explanation:
     def _weights(self) -> list[str]:
         """A line about MXFP4 weights that may be held as fp8."""
         kernels = (kernel for cost in self.costs for kernel in cost.kernels or ())
-        packed = any(BY_NAME[kernel].fragments for kernel in kernels)
-        form = "packed" if packed else "plain"
+        fragments = any(BY_NAME[kernel].fragments for kernel in kernels)
+        form = "packed" if fragments else "plain"
         if self.exact_rows is not None:
             plain, exact, rows = self.exact_rows
             held = f"held as fp8 ({self.scheme.name})" if self.scheme != plain else form
@@ -260,8 +259,8 @@ class Explanation:
         kernels: dict[str, dict[str, None]] = {}
         gemms: dict[str, dict[str, None]] = {}
         for cost in self.costs:
-            for which, found in enumerate(cost.passed_over or (), start=1):
-                for kernel, why in found:
+            for which, reasons in enumerate(cost.passed_over or (), start=1):
+                for kernel, why in reasons:
                     kernels.setdefault(why, {})[kernel] = None
                     gemms.setdefault(why, {})[f"GEMM {which} of {cost.num_tokens}"] = None
         return [f"not {', '.join(kernels[why])}: {why}: {', '.join(gemms[why])}" for why in gemms]
@@ -387,8 +386,8 @@ def _tile(tiles: KernelTiles | None) -> str:
     if tiles is None:
         return "-"
     if isinstance(tiles, HopperTiles):
-        how = " on demand" if tiles.on_demand else ""
-        return f"{tiles.kernel} {tiles.block_m}x{tiles.block_n} /{tiles.num_stages}{how}"
+        schedule = " on demand" if tiles.on_demand else ""
+        return f"{tiles.kernel} {tiles.block_m}x{tiles.block_n} /{tiles.num_stages}{schedule}"
     sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.block_k}"
     return f"{sizes} /{tiles.num_warps} /{tiles.num_stages}"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_ops.dispatch.blackwell import is_block_scaled
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper_decode import decodes
+from moe_ops.dispatch.hopper_decode import dequantizes
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import rule_of
@@ -52,10 +52,10 @@ def serves_packed(
 
     `plan_gemm` says so; kernels that read the packed form take any number of rows.
     """
-    if not packs(scheme, *shape[1:]) or not decodes(scheme, dtype):
+    if not packs(scheme, *shape[1:]) or not dequantizes(scheme, dtype):
         return False
     rule = rule_of(scheme.key, dtype.itemsize, device.arch, device.row_tile, batch_invariant)
-    operands = layer_operands(shape, scheme, dtype, rule, 1, packed=True)
+    operands = layer_operands(shape, scheme, dtype, rule, 1, fragments=True)
     try:
         plan_gemm(problem_of(operands), device)
     except NotImplementedError:

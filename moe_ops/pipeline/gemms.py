@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def quantized(
 
     Args:
         x: rows that are not quantized.
-        scale: the given scale, or None.
+        scale: the static scale, or None.
         weight: the weight of the GEMM.
         space: the row space.
         scheme: the layer's scheme.
@@ -112,32 +113,40 @@ def _quantizes(
 ) -> bool:
     """Whether the GEMM op quantizes its rows, which saves a pass.
 
-    The GEMM's plan says so. If the op would pack the rows, each row must belong to one slot, not to
-    a token whose row several slots read. Rows that are decoded are left to a kernel for a packed
-    weight only, which wants them in bf16. Under a compiler sizes may be symbolic and there is no
-    plan to ask, so the op decides when it runs, unless there are certainly many slots. (With many
-    slots, the rows before and after quantization would be held at the same time.)
+    The GEMM's plan says so. If the op would gather the rows, each row must belong to one slot, not
+    to a token whose row several slots read. Rows that are dequantized are left to a kernel for a
+    packed weight only, which wants them in bf16. Under a compiler sizes may be symbolic and there
+    is no plan to ask, so the op decides when it runs, unless there are certainly many slots. (With
+    many slots, the rows before and after quantization would be held at the same time.)
     """
     quant, ids = scheme.activation, space.tiles.topk_ids
     if ids is None or space.batch_invariant or quant is None:
         return False
-    packed = scheme.decoded and is_packed(weight.data)
-    widens = packed and not x.is_cpu  # references have no plan
-    if quant.of_all_rows or (scheme.decoded and not widens):
+    fragments = scheme.dequantizes_both and is_packed(weight.data)
+    widens = fragments and not x.is_cpu  # references have no plan
+    if quant.of_all_rows or (scheme.dequantizes_both and not widens):
         return False
     tokens, k = ids.shape
     slots = tokens * k
     if torch.compiler.is_compiling() or type(slots) is not int:
-        each_slot = scheme.decoded and top_k == 1  # quantized into bf16 in one pass at any load
+        # Rows that are dequantized are quantized into bf16 in one pass at any load.
+        each_slot = scheme.dequantizes_both and top_k == 1
         return each_slot or not always(sure(tokens) * k > direct_slots(space.num_local_experts))
     rule = tile_rule(scheme.key, x.dtype, x.device)
     shape = (*weight.data.shape[:2], x.shape[1])
     operands = layer_operands(
-        shape, scheme, x.dtype, rule, slots,
-        num_tokens=tokens, top_k=top_k, activation=activation, packed=packed,
-    )  # fmt: skip
+        shape,
+        scheme,
+        x.dtype,
+        rule,
+        slots,
+        num_tokens=tokens,
+        fragments=fragments,
+        activation=activation,
+        top_k=top_k,
+    )
     plan = plan_gemm(problem_of(operands), device_facts(x.device))
-    return plan.quantizes_rows and (not plan.packed_rows or len(x) == slots)
+    return plan.quantizes_rows and (not plan.gathered_rows or len(x) == slots)
 
 
 def gemm(
@@ -155,14 +164,34 @@ def gemm(
     The result is rounded to ``dtype`` once. ``topk_weights`` (only with rows that are not
     quantized) multiply the product in float32; ``activation`` is the key of f.
     """
-    where, in_order = ([*space.tiles], top_k), space.expert_order and scheme.weight is None
     if isinstance(weight, HostWeight):
-        given = (rows.data, rows.scale, weight.table, weight.state, topk_weights, *where)
         return ops.host_product(
-            *given, weight.data.shape[1], dtype, activation, in_order, space.batch_invariant
+            rows.data,
+            rows.scale,
+            weight.table,
+            weight.state,
+            topk_weights,
+            [*space.tiles],
+            top_k,
+            weight.data.shape[1],
+            dtype,
+            activation,
+            space.expert_order and scheme.weight is None,
+            space.batch_invariant,
         )
-    how = (scheme.key, dtype, activation, in_order, space.batch_invariant)
-    return ops.expert_product(rows.data, rows.scale, [*weight], topk_weights, *where, *how)
+    return ops.expert_product(
+        rows.data,
+        rows.scale,
+        [*weight],
+        topk_weights,
+        [*space.tiles],
+        top_k,
+        scheme.key,
+        dtype,
+        activation,
+        space.expert_order and scheme.weight is None,
+        space.batch_invariant,
+    )
 
 
 def sums_at_once(space: SlotRows, weight: ExpertWeight | HostWeight, scheme: Scheme) -> bool:
@@ -205,16 +234,36 @@ def gemm_then_sum(
     called. The operator is told (see `EARLY`) unless the call is traced: a compiler may run other
     kernels between the two.
     """
-    where, flags = [*space.tiles], (space.expert_order, space.batch_invariant)
     if isinstance(weight, HostWeight):  # which is copied after the first GEMM was called
-        given = (rows.data, rows.scale, weight.table, weight.state, topk_weights, where)
-        return ops.host_product_sum(*given, weight.data.shape[1], dtype, *flags)
-    arguments = (rows.data, rows.scale, [*weight], topk_weights, where, scheme.key, dtype, *flags)
+        return ops.host_product_sum(
+            rows.data,
+            rows.scale,
+            weight.table,
+            weight.state,
+            topk_weights,
+            [*space.tiles],
+            weight.data.shape[1],
+            dtype,
+            space.expert_order,
+            space.batch_invariant,
+        )
+    product = partial(
+        ops.expert_product_sum,
+        rows.data,
+        rows.scale,
+        [*weight],
+        topk_weights,
+        [*space.tiles],
+        scheme.key,
+        dtype,
+        space.expert_order,
+        space.batch_invariant,
+    )
     if not early or torch.compiler.is_compiling() or _APART.get():
-        return ops.expert_product_sum(*arguments)
+        return product()
     token = EARLY.set(True)
     try:
-        return ops.expert_product_sum(*arguments)
+        return product()
     finally:
         EARLY.reset(token)
 

@@ -149,7 +149,7 @@ class Variants(NamedTuple):
                     num_tokens=num_tokens,
                     top_k=top_k,
                     activation=activation,
-                    packed=fragments,
+                    fragments=fragments,
                 )
             )
             if fragments:

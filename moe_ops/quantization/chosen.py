@@ -47,12 +47,12 @@ def found_in(
     """
     if any(_is_of_transformers(module) for module in model.modules()):
         import_module("moe_ops.integrations.transformers")
-    found = {target.name: target for finder in finders for target in finder(model)}
+    targets = {target.name: target for finder in finders for target in finder(model)}
     for name, _ in model.named_modules():
         parts = name.split(".")
         outer = (".".join(parts[:i]) for i in range(len(parts)))
-        if name in found and (not name or not any(path in found for path in outer)):
-            yield found[name]
+        if name in targets and (not name or not any(path in targets for path in outer)):
+            yield targets[name]
 
 
 def _is_of_transformers(module: nn.Module) -> bool:

@@ -150,10 +150,22 @@ def host_product(
     """
     scheme, width = residency_of(table)[0].scheme, activated("w", num_rows, activation)
     out = a.new_zeros((a.shape[0] * top_k, width), dtype=out_dtype)
-    how = (top_k, scheme, out_dtype, activation, expert_order, batch_invariant)
 
     def multiply(weight: ExpertWeight) -> None:
-        products.expert_product(a, a_scale, weight, topk_weights, tiles, *how, out=out)
+        products.expert_product(
+            a,
+            a_scale,
+            weight,
+            topk_weights,
+            tiles,
+            top_k,
+            scheme,
+            out_dtype,
+            activation,
+            expert_order,
+            batch_invariant,
+            out=out,
+        )
 
     _WAVES.run(table, state, tiles, multiply)
     return out
@@ -172,8 +184,20 @@ def host_product_sum(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``; y is the `host_product` of slots."""
-    how = (num_rows, out_dtype, "", expert_order, batch_invariant)
-    y = host_product(a, a_scale, table, state, None, tiles, 1, *how)
+    y = host_product(
+        a,
+        a_scale,
+        table,
+        state,
+        None,
+        tiles,
+        1,
+        num_rows,
+        out_dtype,
+        "",
+        expert_order,
+        batch_invariant,
+    )
     _, topk_ids, expert_map = tiles
     experts = residency_of(table)[0].num_experts
     return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, experts)

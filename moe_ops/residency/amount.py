@@ -65,10 +65,10 @@ def _share_of(layer: Amount, share: float) -> int:
 
 def _counts_in(name: str, text: str, layers: Sequence[Amount]) -> list[int]:
     """The largest share of each layer's experts that fits in a size."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*GB\s*", text)
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*GB\s*", text)
+    if match is None:
         raise ValueError(f"{name} {RULE}, got {text!r}")
-    room = int(float(found[1]) * GIGABYTE)
+    room = int(float(match[1]) * GIGABYTE)
 
     def size(share: float) -> int:
         return sum(_share_of(layer, share) * layer.expert_bytes for layer in layers)

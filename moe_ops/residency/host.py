@@ -131,14 +131,14 @@ def _forget_error() -> None:
 def _device_pointer(pointer: int) -> int:
     """Return the address of registered memory on the device, which may differ under WSL."""
     name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
-    found = ctypes.c_uint64()
+    address = ctypes.c_uint64()
     driver: Any = ctypes.CDLL(name)
     error = driver.cuMemHostGetDevicePointer_v2(
-        ctypes.byref(found), ctypes.c_void_p(pointer), ctypes.c_uint(0)
+        ctypes.byref(address), ctypes.c_void_p(pointer), ctypes.c_uint(0)
     )
     if error:
         raise RuntimeError(
             f"resident experts must be readable by the GPU, got CUDA error {error} for their "
             "device address"
         )
-    return found.value
+    return address.value

@@ -142,10 +142,10 @@ def residency_of(table: Tensor) -> tuple[Residency, int]:
         ValueError: a tensor that is not `Residency.table`, or one of `Residency.tables`, itself. A
             copy would have to be read to find them, for which the host would wait.
     """
-    found = _OPEN.get(table.data_ptr())
-    if found is None or len(table) > len(found.table):
+    owner = _OPEN.get(table.data_ptr())
+    if owner is None or len(table) > len(owner.table):
         raise ValueError("table must be one of `tables` of a Residency, got another tensor")
-    return found, int(table.data_ptr() != found.table.data_ptr())
+    return owner, int(table.data_ptr() != owner.table.data_ptr())
 
 
 def open_residencies() -> list[Residency]:

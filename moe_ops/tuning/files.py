@@ -146,8 +146,8 @@ def tune(
     Raises:
         ValueError: the folder cannot be written to, or its file for this layer is invalid.
     """
-    known, started, done = read(subject, folder), time.monotonic(), []
-    todo = sorted({n for n in num_tokens if again or str(n) not in known}, reverse=True)
+    entries, started, done = read(subject, folder), time.monotonic(), []
+    todo = sorted({n for n in num_tokens if again or str(n) not in entries}, reverse=True)
     check_writable(folder)
     shares = [len(subject.candidates(tokens)) for tokens in todo]
     progress, expected = _Progress(sum(shares), f"{subject.scheme.name}, {len(todo)} counts"), 0

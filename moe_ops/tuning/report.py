@@ -26,8 +26,8 @@ def trials_table(trials: Iterable[Trial]) -> str:
 
 def trials_json(subject: Subject, trials: Iterable[Trial]) -> str:
     """The trials as a JSON object."""
-    found = [{**trial._asdict(), "tiles": asdict(trial.tiles)} for trial in trials]
-    return json.dumps({**_subject(subject), "candidates": found}, indent=1)
+    candidates = [{**trial._asdict(), "tiles": asdict(trial.tiles)} for trial in trials]
+    return json.dumps({**_subject(subject), "candidates": candidates}, indent=1)
 
 
 def entries_table(entries: dict[str, Any]) -> str:
@@ -67,8 +67,8 @@ def _sizes(gemm: dict[str, Any]) -> str:
     """The tiles of one GEMM in a file's entry, as a table cell."""
     if "kernel" in gemm:
         block_n, group_m, num_stages = (gemm[size] for size in HOPPER_SIZES)
-        how = " on demand" if gemm["ON_DEMAND"] else ""
-        how += f" x{gemm['CTAS']}" if "CTAS" in gemm else ""
-        return f"{gemm['kernel']} {block_n} /{num_stages} /{group_m}{how}"
+        schedule = " on demand" if gemm["ON_DEMAND"] else ""
+        schedule += f" x{gemm['CTAS']}" if "CTAS" in gemm else ""
+        return f"{gemm['kernel']} {block_n} /{num_stages} /{group_m}{schedule}"
     block_n, block_k, group_m, num_warps, num_stages = (gemm[size] for size in SIZES)
     return f"{block_n}x{block_k} /{num_warps} /{num_stages} /{group_m}"

@@ -76,7 +76,7 @@ class Pair(NamedTuple):
 class Subject:
     """The layer to tune: gated, with bf16 rows, on a GPU.
 
-    Weights have the form in which a layer keeps them: packed if a kernel of the GPU decodes them.
+    Weights have the form in which a layer keeps them: packed if a kernel of the GPU reads them.
 
     Raises:
         NotImplementedError: a scheme that runs on block-scaled instructions on that GPU.
@@ -107,7 +107,7 @@ class Subject:
         experts, width, hidden = self.sizes
         return (experts, 2 * width, hidden) if which == 1 else (experts, hidden, width)
 
-    def packed(self, which: int) -> bool:
+    def in_fragments(self, which: int) -> bool:
         """Whether the weight of GEMM 1 or 2 is packed."""
         return serves_packed(self._weight(which), self.scheme, DTYPE, self.device, False)
 
@@ -116,10 +116,18 @@ class Subject:
         activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
         facts = self.device.arch, self.device.row_tile
         rule = rule_of(self.scheme.key, DTYPE.itemsize, *facts, False)
-        return problem_of(layer_operands(
-            self._weight(which), self.scheme, DTYPE, rule, num_tokens * self.top_k,
-            num_tokens=num_tokens, top_k=top_k, activation=activation, packed=self.packed(which),
-        ))  # fmt: skip
+        operands = layer_operands(
+            self._weight(which),
+            self.scheme,
+            DTYPE,
+            rule,
+            num_tokens * self.top_k,
+            num_tokens=num_tokens,
+            top_k=top_k,
+            activation=activation,
+            fragments=self.in_fragments(which),
+        )
+        return problem_of(operands)
 
     def has_tiles(self, num_tokens: int) -> bool:
         """Whether tiles that a file can set serve a GEMM of so many tokens."""
@@ -168,11 +176,11 @@ class Subject:
 
     def candidates(self, num_tokens: int) -> list[Trial]:
         """The trials that the search may try first: defaults and their neighbours."""
-        found: list[Trial] = []
+        trials: list[Trial] = []
         for start in chain.from_iterable(self.beginnings(num_tokens, which) for which in (1, 2)):
             steps = (self.neighbours(start, size) for size in DIMENSIONS)
-            found += [start, *chain.from_iterable(steps)]
-        return found
+            trials += [start, *chain.from_iterable(steps)]
+        return trials
 
 
 def _search(subject: Subject, times: dict[Trial, float], clock: Clock, prepare: Prepare) -> Trial:
@@ -186,18 +194,18 @@ def _walk(
     subject: Subject, start: Trial, start_us: float, clock: Clock, prepare: Prepare
 ) -> tuple[Trial, float]:
     """Coordinate descent from ``start``: the fastest trial and its time."""
-    known, best = {start: start_us}, start
+    times, best = {start: start_us}, start
     for _ in range(2):
         before = best
         for size in DIMENSIONS:
-            new = [trial for trial in subject.neighbours(best, size) if trial not in known]
+            new = [trial for trial in subject.neighbours(best, size) if trial not in times]
             prepare(new)
-            known |= {trial: clock(trial) for trial in new}
-            near = [t for t in subject.neighbours(best, size) if t in known]
-            best = min((best, *near), key=known.__getitem__)
+            times |= {trial: clock(trial) for trial in new}
+            near = [t for t in subject.neighbours(best, size) if t in times]
+            best = min((best, *near), key=times.__getitem__)
         if best == before:
             break
-    return best, known[best]
+    return best, times[best]
 
 
 def tune_tokens(
@@ -223,7 +231,7 @@ def tune_tokens(
     if not math.isfinite(default.time_us):
         raise RuntimeError(f"the default tiles do not run: {default}")
     kernels = (subject.beginnings(num_tokens, which) for which in (1, 2))
-    begin = ({trial: clock(trial) for trial in found} for found in kernels)
+    begin = ({trial: clock(trial) for trial in trials} for trials in kernels)
     first, second = (_search(subject, times, clock, prepare) for times in begin)
     default, won = _side_by_side(starts, (first, second), clock)
     if won.time_us > (1 - MARGIN) * default.time_us:

@@ -9,7 +9,7 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.families.portable import SLOT
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, operand_bytes, packed_rows
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, gathered_rows, operand_bytes
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import rule_of
@@ -72,7 +72,7 @@ def test_programs_for_every_tile():
         most = min(slots, experts) + max(slots - experts, 0) // tile
         sizes = plan_sizes(slots, experts, rule)
         assert sizes.tiles >= most and sizes.rows >= most * tile
-        rows = packed_rows(slots, experts, tile)
+        rows = gathered_rows(slots, experts, tile)
         assert rows % 4 == 0 and rows >= most * tile
         direct = slots <= direct_slots(experts)
         programs = max_programs(

@@ -43,7 +43,7 @@ def problems(scheme, tokens, facts=HOPPER, batch_invariant=False, packed=False):
     return [
         problem_of_layer(
             weight, known, rule, tokens * K,
-            num_tokens=tokens, top_k=top_k, activation=activation, packed=packed,
+            num_tokens=tokens, top_k=top_k, activation=activation, fragments=packed,
         )
         for weight, top_k, activation in layer
     ]  # fmt: skip
@@ -110,10 +110,10 @@ def test_who_quantizes():
     """The kernel of one token, that of few slots, and the pass that packs rows."""
     first, second = problems("fp8_block128", 4096)
     plan = plan_gemm(second, HOPPER)
-    assert second.rows == EACH and plan.quantizes_rows and plan.packed_rows
+    assert second.rows == EACH and plan.quantizes_rows and plan.gathered_rows
     assert [buffer.name for buffer in plan.scratch][-2:] == ["packed rows", "scales of packed rows"]
     stored = plan_gemm(second._replace(rows=STORED), HOPPER)
-    assert not stored.quantizes_rows and stored.packed_rows == plan.packed_rows
+    assert not stored.quantizes_rows and stored.gathered_rows == plan.gathered_rows
     portable = plan_gemm(first._replace(boxes=False), HOPPER)
     assert not portable.quantizes_rows
     assert [buffer.name for buffer in portable.scratch] == [
@@ -137,9 +137,9 @@ def test_packed_weights_under_fp8_rows(scheme):
             assert (plan.kernel, problem.rows, plan.quantizes_rows) == (name, EACH, True)
             later = plan_gemm(problem._replace(rows=STORED), HOPPER)
             assert (later.kernel, later.config, later.quantizes_rows) == (name, plan.config, False)
-            rows = plan.packed_rows or tokens * K // problem.top_k
+            rows = plan.gathered_rows or tokens * K // problem.top_k
             sizes = [buffer.nbytes for buffer in plan.scratch]
-            if plan.packed_rows:
+            if plan.gathered_rows:
                 assert sizes == [4, 2 * rows * k, 4 * rows] and later.scratch == plan.scratch
             else:
                 assert sizes == [2 * rows * k, 4 * rows] and later.scratch == plan.scratch[:1]

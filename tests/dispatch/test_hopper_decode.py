@@ -15,13 +15,13 @@ from moe_ops.dispatch.hopper_decode import (
     SLOT_STRIPS,
     SUM_BYTES,
     count_sums,
-    decode_slot_tiles,
-    decode_sum_tiles,
     divide,
     few_ctas,
     few_tiles,
     round_bytes,
     round_depth,
+    slot_tiles,
+    sum_tiles,
 )
 from moe_ops.dispatch.problem import sizes_of
 from moe_ops.dispatch.row_tiles import PORTABLE
@@ -81,21 +81,21 @@ def test_a_slot_has_a_part_for_each_warp():
 SCHEMES = ["mxfp4_w4a16", "int4_w4a16_g128_zp", "int8_w8a16", "int8_w8a16_g32_zp"]
 
 
-def slot_tiles(scheme, slots, n, k, activation="silu", gpu=NO_GPU):
+def tiles_for(scheme, slots, n, k, activation="silu", gpu=NO_GPU):
     rows = 2 * n if activation == "silu" else n
     sizes = sizes_of(slots, (256, rows, k), 2, PORTABLE, activation)
-    return decode_slot_tiles(sizes, get_scheme(scheme).weight, gpu)
+    return slot_tiles(sizes, get_scheme(scheme).weight, gpu)
 
 
 @every_row("scheme", SCHEMES)
 def test_what_the_kernel_of_a_slot_takes(scheme):
     """It takes a GEMM whose programs all fit on the GPU at once."""
-    assert slot_tiles(scheme, 8, 768, 2048).kernel == DECODE_SLOT
-    assert slot_tiles(scheme, 8, 1056, 2048).block_n == 64  # 264 programs of four strips, all fit
-    assert slot_tiles(scheme, 8, 1088, 2048) is None
-    assert slot_tiles(scheme, 8, 768, 2048, gpu=NO_GPU._replace(processors=64)) is None
-    one, two = (slot_tiles(scheme, 8, n, 512, "") for n in (1024, 2048))
-    assert (one.block_n, two.block_n) == (16, 32) and slot_tiles(scheme, 8, 4096, 512, "") is None
+    assert tiles_for(scheme, 8, 768, 2048).kernel == DECODE_SLOT
+    assert tiles_for(scheme, 8, 1056, 2048).block_n == 64  # 264 programs of four strips, all fit
+    assert tiles_for(scheme, 8, 1088, 2048) is None
+    assert tiles_for(scheme, 8, 768, 2048, gpu=NO_GPU._replace(processors=64)) is None
+    one, two = (tiles_for(scheme, 8, n, 512, "") for n in (1024, 2048))
+    assert (one.block_n, two.block_n) == (16, 32) and tiles_for(scheme, 8, 4096, 512, "") is None
 
 
 def test_registers_suffice_for_programs_of_a_slot():
@@ -109,9 +109,9 @@ def test_registers_suffice_for_programs_of_a_slot():
 @every_row(("slots", "n", "k"), [(8, 768, 2048), (10, 512, 2048), (1, 8192, 5120)])
 def test_programs_of_both_kernels_fit_on_a_processor(slots, n, k, scheme):
     """GEMM 2 comes early where every processor has room for one of its programs."""
-    quant, first = get_scheme(scheme).weight, slot_tiles(scheme, slots, n, k)
+    quant, first = get_scheme(scheme).weight, tiles_for(scheme, slots, n, k)
     sizes = sizes_of(slots, (256, k, n), 2, PORTABLE, "")
-    then = decode_sum_tiles(sizes, quant, NO_GPU)
+    then = sum_tiles(sizes, quant, NO_GPU)
 
     def taken(tiles, slots, k):
         jobs = divide(sizes._replace(k=k), quant, tiles.block_n // 16, slots)
@@ -130,7 +130,7 @@ def test_what_the_kernel_with_the_sum_takes():
 
     def tiles(slots, k):
         sizes = sizes_of(slots, (256, 2048, k), 2, PORTABLE, "")
-        return decode_sum_tiles(sizes, quant, NO_GPU)
+        return sum_tiles(sizes, quant, NO_GPU)
 
     assert tiles(8, 768).kernel == DECODE_SUM and tiles(2, 14336).kernel == DECODE_SUM
     assert tiles(17, 768) is None  # more slots than it keeps

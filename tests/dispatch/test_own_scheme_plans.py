@@ -122,9 +122,10 @@ def test_tuned_under_its_key(scheme, tmp_path, monkeypatch):
     assert layer.scheme == scheme.key and layer.file == subject.file
     assert re.fullmatch(r"[\w=,.+@-]+", layer.file, re.ASCII)
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([layer]))
-    weight, packed = (E, 2 * I, H), subject.packed(1)  # kernels have one number of weight rows
-    plan = plan_gemm(first(weight, scheme, facts, 64, packed=packed), facts)
-    assert plan.source == f"tuned ({layer.file})" and (packed or plan.config.block_n == 32)
+    weight, fragments = (E, 2 * I, H), subject.in_fragments(1)
+    plan = plan_gemm(first(weight, scheme, facts, 64, fragments=fragments), facts)
+    assert plan.source == f"tuned ({layer.file})"
+    assert fragments or plan.config.block_n == 32  # kernels have one number of weight rows
     if scheme.name in SCHEMES:
         other = first(weight, get_scheme(scheme.name), facts, 64)
         assert "tuned" not in plan_gemm(other, facts).source

@@ -11,7 +11,7 @@ from tuned_entries import entry
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned
-from moe_ops.dispatch.families.many_rows import PACKED_GROUPS
+from moe_ops.dispatch.families.many_rows import GATHERED_GROUPS
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, widths
 from moe_ops.dispatch.row_tiles import rule_of
@@ -74,7 +74,7 @@ def test_what_hoppers_kernels_lack_is_not_tried(kernel, rows, tokens):
     assert other.tiles.num_stages == most_stages(other.tiles, H200)
     assert not layer.neighbours(trial, "num_warps") and not layer.neighbours(trial, "block_k")
     groups = {t.tiles.group_m for t in layer.neighbours(trial, "group_m")}
-    others = set(PACKED_GROUPS) - {trial.tiles.group_m} if kernel == PACKED else set()
+    others = set(GATHERED_GROUPS) - {trial.tiles.group_m} if kernel == PACKED else set()
     assert groups == others
     other_way = replace(trial.tiles, on_demand=not trial.tiles.on_demand)
     found = [t.tiles for t in layer.neighbours(trial, "on_demand")]

@@ -262,6 +262,6 @@ def test_trials_launch_hoppers_kernels(scheme, tokens, rows, made, monkeypatch):
             assert clock(start) == 7.0  # and its result is right
             seen.clear()
             clock(start)
-        assert seen == ([(*expected, tiles.packed)] if own else [])
+        assert seen == ([(*expected, tiles.gathered)] if own else [])
         tried += own is not None
     assert tried >= (0 if scheme == "unquantized" and rows == 32 else 2)

@@ -10,7 +10,7 @@ from tuned_entries import entry, own, record
 from moe_ops import get_scheme
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.families.dequantized import FEW_GROUPS
-from moe_ops.dispatch.families.many_rows import PACKED_GROUPS
+from moe_ops.dispatch.families.many_rows import GATHERED_GROUPS
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import (
@@ -57,7 +57,7 @@ def test_every_trial_has_a_plan(scheme, tokens):
     layer = subject(scheme)
     quant = get_scheme(scheme).weight
     found = layer.candidates(tokens)
-    assert layer.packed(1) and layer.packed(2)
+    assert layer.in_fragments(1) and layer.in_fragments(2)
     for trial in found:
         problem = layer.problem(tokens, trial.gemm)._replace(summed=False)
         plan = plan_gemm(problem, H200, config=trial.tiles)
@@ -79,7 +79,7 @@ def test_kernels_that_decode():
     assert tried(512) == [DECODE_FEW, DECODE_MANY] and tried(4096) == [DECODE_MANY]
     assert tried(1, 64) == [DECODE_FEW] and tried(1, 128) == [DECODE_FEW]
     narrow = subject(MXFP4, (128, 704 + 32, 2048))  # no whole chunks along K of GEMM 2
-    assert [narrow.packed(which) for which in (1, 2)] == [True, False]
+    assert [narrow.in_fragments(which) for which in (1, 2)] == [True, False]
     assert [kernel_of(t) for t in narrow.beginnings(512, 2)] == [None]
 
 
@@ -106,7 +106,7 @@ def test_steps_of_the_kernel_for_many_rows():
     layer = subject(MXFP4)
     start, *_ = layer.beginnings(4096, 1)
     near = {size: [t.tiles for t in layer.neighbours(start, size)] for size in DIMENSIONS}
-    assert {t.group_m for t in near["group_m"]} == set(PACKED_GROUPS) - {start.tiles.group_m}
+    assert {t.group_m for t in near["group_m"]} == set(GATHERED_GROUPS) - {start.tiles.group_m}
     assert near["on_demand"] == [replace(start.tiles, on_demand=False)]
     assert {t.num_stages for t in near["num_stages"]} == {2, 3}
     for size in ("block_n", "num_warps", "block_k", "ctas"):
@@ -184,7 +184,7 @@ def test_given_tiles_of_other_problems():
         plan_gemm(few_rows.problem(1, 1), few_rows.device, config=packs)
     with pytest.raises(ValueError, match="is for dequantize, but w must be in the plain form"):
         plan_gemm(subject(MXFP4).problem(512, 1), H200, config=TileConfig(64, 64, 64, 1, 4, 3))
-    plain = subject(MXFP4).problem(512, 1)._replace(packed=False)
+    plain = subject(MXFP4).problem(512, 1)._replace(fragments=False)
     with pytest.raises(ValueError, match="is for hopper_decode_many, but w must be in"):
         plan_gemm(plain, H200, config=packs)
 
@@ -202,10 +202,10 @@ def test_entries_of_packed_weights_are_for_them_alone(installed):
     )  # fmt: skip
     second = plan_gemm(subject(MXFP4).problem(512, 2), H200)
     assert second.config == HopperTiles(DECODE_FEW, 64, 128, 1, 3, ctas=2)
-    plain = plan_gemm(packed._replace(packed=False), H200)
+    plain = plan_gemm(packed._replace(fragments=False), H200)
     assert plain.kernel == "dequantize" and plain.source.endswith("has nothing for this load)")
     installed(record(8, _512=entry(64)))
-    assert plan_gemm(packed._replace(packed=False), H200).source == f"tuned ({NAME})"
+    assert plan_gemm(packed._replace(fragments=False), H200).source == f"tuned ({NAME})"
     untuned = plan_gemm(packed, H200)
     assert untuned.source == f"{DEFAULT} ({NAME} has nothing for packed weights at this load)"
     assert untuned.config.kernel == DECODE_FEW
@@ -239,7 +239,7 @@ def test_batch_invariant_plans_are_left_alone(installed):
     invariant = problem._replace(sizes=problem.sizes._replace(rule=INVARIANT))
     with pytest.raises(NotImplementedError, match="batch-invariant GEMM"):
         plan_gemm(invariant, H200)
-    plain = plan_gemm(invariant._replace(packed=False), H200)
+    plain = plan_gemm(invariant._replace(fragments=False), H200)
     assert plain.source == DEFAULT
 
 

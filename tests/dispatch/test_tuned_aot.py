@@ -103,7 +103,7 @@ def test_tiles_are_ones_that_may_win(known):
 def weight_of(known, trial, empty, n, k):
     """An empty weight, in the packed form if the tiles are those of a kernel that decodes it."""
     scheme, experts = get_scheme(known.scheme), known.sizes[0]
-    if tuned.for_packed(trial.tiles):
+    if tuned.reads_fragments(trial.tiles):
         return packed(empty, known.scheme, n, k, torch.bfloat16, experts)
     meta = quantize_weight(torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme)
     return QTensor(*(None if t is None else empty(*t.shape, dtype=t.dtype) for t in meta))
@@ -140,13 +140,13 @@ def launch_trial(known, trial):
 def check(kernel, tiles, gpu):
     """As the file says, in the shared memory that there is, and into a product that is right."""
     used, made = aot.resources(kernel, gpu.arch), kernel.metadata
-    if tuned.for_packed(tiles):
+    if tuned.reads_fragments(tiles):
         assert made.name == f"{tiles.kernel}_kernel"
         assert used["shared"] + 1024 <= (gpu.shared_memory + 1024) // tiles.ctas, tiles
         assert used["spilled"] == 0 and used["serialized"] == 0, tiles
     elif isinstance(tiles, HopperTiles):
-        assert made.name == f"hopper_{'gemm' if tiles.packed else 'stream'}_kernel"
-        assert used["shared"] <= (gpu.shared_memory if tiles.packed else HALF), tiles
+        assert made.name == f"hopper_{'gemm' if tiles.gathered else 'stream'}_kernel"
+        assert used["shared"] <= (gpu.shared_memory if tiles.gathered else HALF), tiles
         assert used["spilled"] == 0 and used["serialized"] == 0, tiles
     else:
         assert (made.num_warps, made.num_stages) == (tiles.num_warps, tiles.num_stages)

@@ -13,7 +13,7 @@ from sanitize import copied
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, packed_rows
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, gathered_rows
 from moe_ops.dispatch.tile_plan import unpack_plan
 from moe_ops.dispatch.tiles import one_row_tile
 from moe_ops.reference.slots import local_experts
@@ -55,7 +55,7 @@ def test_pack(width, dtype, groups, device):
         scale = torch.rand(shape, device=device)
     with row_tile(64):
         plan, _, _ = planned(ids, None, 5)
-    rows, scales = pack_rows(x, scale, plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
+    rows, scales = pack_rows(x, scale, plan, ids.numel(), gathered_rows(ids.numel(), 5, 64), 2)
     sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, one_row_tile(64))
     used = int(used)
     slot = sorted_slots[:used].long()
@@ -91,7 +91,7 @@ def test_quantize_packed(scheme, dtype, width, device):
     given = torch.tensor([0.03], device=device) if quant.static else None
     with row_tile(64):
         plan, _, _ = planned(ids, None, 5)
-    sizes = (plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
+    sizes = (plan, ids.numel(), gathered_rows(ids.numel(), 5, 64), 2)
     sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, one_row_tile(64))
     real = sorted_slots[: int(used)] < ids.numel()
     q, scale = ops.moe_quantize(x, given, None, None, None, 1, quant.key)

@@ -238,13 +238,13 @@ def test_plans(target, batch_invariant):
     call = {"a": a, "w_scale": w_scale, "tiles": tiles, "top_k": top_k, "scheme": scheme}
     call["batch_invariant"] = batch_invariant
     problem = problem_of_call("expert_product", w=w, **call)
-    assert problem.packed and problem.weight == (3, 128, 192)
+    assert problem.fragments and problem.weight == (3, 128, 192)
     plain = problem_of_call("expert_product", w=w.view(torch.uint8), **call)
-    assert not plain.packed and plain.weight == problem.weight
+    assert not plain.fragments and plain.weight == problem.weight
     message = f"w must be in the plain form .*sm_{facts.arch}, got {scheme} in the packed form"
     with pytest.raises(NotImplementedError, match=message):
         plan_gemm(problem, facts)
-    plan_gemm(problem._replace(packed=False), facts)
+    plan_gemm(problem._replace(fragments=False), facts)
 
 
 def test_layer_checks():

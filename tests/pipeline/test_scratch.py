@@ -249,10 +249,10 @@ def layer_plans(scheme, weights, tokens):
     with assumed(H200):
         for which, (shape, activation, top_k) in enumerate(layer, 1):
             how = {"num_tokens": tokens, "top_k": top_k, "activation": activation}
-            problem = problem_of_layer(shape, scheme, rule, tokens * K, packed=packed, **how)
+            problem = problem_of_layer(shape, scheme, rule, tokens * K, fragments=packed, **how)
             yield plan_gemm(problem, H200)
             subject = Subject((E, I, H), K, scheme, H200)
-            if subject.packed(which) == packed:
+            if subject.in_fragments(which) == packed:
                 yield plan_gemm(subject.problem(tokens, which), H200)
 
 

@@ -65,7 +65,7 @@ def test_round_trip(scheme, n, k, experts, device):
 
 def number(q, quant, expert, row, column):
     """The stored bits of one number of the plain form."""
-    if quant.element.packed:
+    if quant.element.values_per_byte == 2:
         return q.data[expert, row, column // 2].item() >> (4 * (column % 2)) & 15
     return q.data[expert].view(torch.uint8)[row, column].item()
 

@@ -28,7 +28,7 @@ __all__ = ["BY_NAME", "FAMILIES", "FIXED", "TUNABLE", "Condition", "Family", "se
 
 
 def serving(tiles: KernelTiles, problem: GemmProblem, device: Device) -> Family | str:
-    """The family that computes a GEMM with given or tuned tiles, or why none does."""
+    """The family that computes a GEMM with set or tuned tiles, or why none does."""
     why = "has no kernel whose tiles can be set"
     for family in FAMILIES:
         if family.has(tiles):

@@ -81,7 +81,7 @@ class Family:
         return GemmPlan(self.kernel, tiles, quantizes, 0, self.buffers(problem), source)
 
     def has(self, tiles: KernelTiles) -> bool:
-        """Whether given or tuned tiles are a config of the family; False if tiles are fixed."""
+        """Whether set or tuned tiles are a config of the family; False if tiles are fixed."""
         return False
 
     def unfit(self, tiles: Any, problem: GemmProblem, device: Device) -> str | None:
@@ -90,7 +90,7 @@ class Family:
 
 
 class Tunable(Family):
-    """A family whose tiles may be given, tuned and searched for."""
+    """A family whose tiles may be set, tuned and searched for."""
 
     LEAST_STAGES: ClassVar[int] = 1
     """The fewest stages with which the kernel works."""
@@ -126,7 +126,7 @@ def served_by(*archs: int) -> Condition:
 
 PLAIN = Condition(
     "w must be in the plain form, got {scheme.name} in the packed form",
-    lambda problem, _: not problem.packed,
+    lambda problem, _: not problem.fragments,
 )
 NO_SUM = Condition(
     "the weighted sum must be a kernel of its own", lambda problem, _: not problem.summed

@@ -32,12 +32,12 @@ from moe_ops.dispatch.hopper_decode import (
     MANY_ROW_TILES,
     MANY_WEIGHT_ROWS,
     ONE_CTA,
-    decode_slot_tiles,
-    decode_sum_tiles,
-    decodes,
+    dequantizes,
     few_tiles,
     many_tiles,
     most_stages,
+    slot_tiles,
+    sum_tiles,
 )
 from moe_ops.dispatch.plan import BufferSpec, rows_of
 from moe_ops.dispatch.problem import EACH, GemmProblem
@@ -53,7 +53,7 @@ REFUSED = (
 )
 FRAGMENTS = Condition(
     "w must be in the packed form, got {scheme.name} in the plain form",
-    lambda problem, _: problem.packed,
+    lambda problem, _: problem.fragments,
 )
 CONDITIONS = (
     Condition(REFUSED, lambda _, device: device.arch == 90 and not device.portable_only),
@@ -98,8 +98,8 @@ def _in_jobs(
     return Family(kernel, launcher, kind, conditions, tiles, buffers=_widened, sums=sums, **READS)
 
 
-SLOT = _in_jobs(DECODE_SLOT, decode_slot_tiles, NO_SUM, ROUTED, DIRECT)
-SECOND = _in_jobs(DECODE_SUM, decode_sum_tiles, SUM, ONE_TOKEN, sums=True)
+SLOT = _in_jobs(DECODE_SLOT, slot_tiles, NO_SUM, ROUTED, DIRECT)
+SECOND = _in_jobs(DECODE_SUM, sum_tiles, SUM, ONE_TOKEN, sums=True)
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class Dequantizing(Persistent):
 
     def widths(self, block_m: int, scheme: Scheme) -> tuple[int, ...]:
         """The values of ``block_n`` for a row tile; empty if it lacks the row tile or scheme."""
-        served = packs(scheme, CHUNK, CHUNK) and decodes(scheme, torch.bfloat16)
+        served = packs(scheme, CHUNK, CHUNK) and dequantizes(scheme, torch.bfloat16)
         return (self.width,) if served and block_m in self.row_tiles else ()
 
     def ctas(self, block_m: int) -> tuple[int, ...]:
         """The values of ``ctas``: those for which registers suffice."""
-        if self.packs:
+        if self.gathers:
             return (1,)
         return (1,) * (block_m in ONE_CTA) + tuple(sorted(FEW_CTAS.get(block_m, {2: 1.0})))
 
@@ -141,19 +141,34 @@ def _few_groups(problem: GemmProblem) -> Sequence[int]:
 
 LAUNCHER = "_hopper.dequantized_gemm:DecodeGemm"
 MANY = Dequantizing(
-    DECODE_MANY, LAUNCHER, (FRAGMENTS, NO_SUM), (*CONDITIONS, PLANNED),
+    DECODE_MANY,
+    LAUNCHER,
+    (FRAGMENTS, NO_SUM),
+    (*CONDITIONS, PLANNED),
     lambda problem, device: many_tiles(problem.sizes, _quant(problem), device),
     preferred=(
-        Condition(f"the row tile must be more than {max(FEW_CTAS)}",
-                  lambda problem, _: problem.sizes.row_tile not in FEW_CTAS),
+        Condition(
+            f"the row tile must be more than {max(FEW_CTAS)}",
+            lambda problem, _: problem.sizes.row_tile not in FEW_CTAS,
+        ),
     ),
-    buffers=lambda problem: (), packs=True, enough=FEW_STAGES,
-    width=MANY_WEIGHT_ROWS, row_tiles=MANY_ROW_TILES, **READS,
-)  # fmt: skip
-"""The kernel for many rows, which are packed in the order of the plan."""
+    buffers=lambda problem: (),
+    gathers=True,
+    enough=FEW_STAGES,
+    width=MANY_WEIGHT_ROWS,
+    row_tiles=MANY_ROW_TILES,
+    **READS,
+)
+"""The kernel for many rows, which are gathered in the order of the plan."""
 FEW = Dequantizing(
-    DECODE_FEW, LAUNCHER, (FRAGMENTS, NO_SUM), CONDITIONS,
+    DECODE_FEW,
+    LAUNCHER,
+    (FRAGMENTS, NO_SUM),
+    CONDITIONS,
     lambda problem, device: few_tiles(problem.sizes, _quant(problem), device),
-    buffers=_widened, groups=_few_groups, enough=FEW_STAGES, **READS,
-)  # fmt: skip
+    buffers=_widened,
+    groups=_few_groups,
+    enough=FEW_STAGES,
+    **READS,
+)
 """The kernel for few rows, which gathers them itself."""

@@ -1,4 +1,4 @@
-"""Hopper's kernels for many rows of a plain weight: packed rows, or swap-AB tiles of few rows."""
+"""Hopper's kernels for many rows of a plain weight: gathered rows, or swap-AB tiles of few rows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from moe_ops.dispatch.families.base import (
     served_by,
 )
 from moe_ops.dispatch.hopper import (
+    GATHERED_LOAD,
     LEAST_COLUMNS,
     LEAST_STAGES,
     LONGEST_INT8,
     PACKED,
-    PACKED_LOAD,
     ROW_BYTES,
     STREAM,
     STREAM_ROWS,
     HopperTiles,
     KernelTiles,
+    gathered_rows,
+    gathered_tiles,
     most_stages,
     operand_bytes,
-    packed_rows,
-    packed_tiles,
     stream_tiles,
     sums_integers,
     widths,
@@ -41,8 +41,8 @@ from moe_ops.dispatch.problem import EACH, GemmProblem
 from moe_ops.dispatch.tiles import TALL_ROW_TILE, load_class
 from moe_ops.scheme import Scheme, get_scheme
 
-PACKED_GROUPS = (3, 4, 8, 16, 32)
-"""Values of ``group_m`` to try for the persistent kernels that pack rows."""
+GATHERED_GROUPS = (3, 4, 8, 16, 32)
+"""Values of ``group_m`` to try for the persistent kernels that gather rows first."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Persistent(Tunable):
     """A kernel in Gluon for Hopper, whose tiles are `HopperTiles`."""
 
     LEAST_STAGES = LEAST_STAGES
-    packs: bool = False
-    """Whether rows are packed in the order of the plan, and the schedule may be dynamic."""
-    groups: Callable[[GemmProblem], Sequence[int]] = lambda problem: PACKED_GROUPS
+    gathers: bool = False
+    """Whether rows are gathered in the order of the plan, and the schedule may be dynamic."""
+    groups: Callable[[GemmProblem], Sequence[int]] = lambda problem: GATHERED_GROUPS
     """Values of ``group_m`` that the tuner tries."""
     enough: int = 64
     """Stages beyond which the tuner tries no more."""
@@ -88,7 +88,7 @@ class Persistent(Tunable):
         wide, allowed = self.allowed_widths(tiles, problem), self.ctas(tiles.block_m)
         if tiles.block_n not in wide:
             return f"has {tiles.block_n} weight rows, {self.kernel} has {wide} for this row tile"
-        if tiles.on_demand and not self.packs:
+        if tiles.on_demand and not self.gathers:
             return f"has a dynamic schedule, {self.kernel} has none"
         if tiles.ctas not in allowed:
             return f"has {tiles.ctas} CTAs per SM, registers allow {allowed}"
@@ -107,26 +107,26 @@ class Persistent(Tunable):
             "ctas": self.ctas(tiles.block_m),
             "num_stages": [tiles.num_stages + step for step in (-2, -1, 1, 2)],
             "group_m": self.groups(problem),
-            "on_demand": (False, True) if self.packs else (),
+            "on_demand": (False, True) if self.gathers else (),
         }
         now = getattr(tiles, size, None)
-        found = [replace(tiles, **{size: v}) for v in values.get(size, ()) if v != now]
+        others = [replace(tiles, **{size: v}) for v in values.get(size, ()) if v != now]
         whole = size in ("block_n", "ctas")
-        return [self.in_stages(t, problem, device) for t in found] if whole else found
+        return [self.in_stages(t, problem, device) for t in others] if whole else others
 
     def plan(self, problem: GemmProblem, tiles: HopperTiles, source: str) -> GemmPlan:
-        """With the counter of a dynamic schedule and, if rows are packed first, their buffers."""
+        """With the counter of a dynamic schedule and, if rows are gathered first, their buffers."""
         plan, sizes = super().plan(problem, tiles, source), problem.sizes
-        if not self.packs:
+        if not self.gathers:
             return plan
         scratch = (*plan.scratch, *([BufferSpec("next tile", 4)] if tiles.on_demand else ()))
         if problem.permuted == "a" and not self.fragments:
             return plan._replace(scratch=scratch)
-        rows = packed_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
+        rows = gathered_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
         scratch = (*scratch, *rows_of(problem, rows, "packed rows"))
         if problem.rounded:
             scratch = (*scratch, BufferSpec("scales of packed rows", 4 * rows))
-        return plan._replace(packed_rows=rows, scratch=scratch)
+        return plan._replace(gathered_rows=rows, scratch=scratch)
 
 
 def _one_scale(problem: GemmProblem, _: Device) -> bool:
@@ -167,29 +167,40 @@ def _has_rows(kernel: str) -> Condition:
 
 def _many(problem: GemmProblem, _: Device) -> bool:
     load = load_class(problem.sizes.num_slots, problem.sizes.num_experts)
-    return load >= PACKED_LOAD[problem.gemm.itemsize] or problem.sizes.row_tile == TALL_ROW_TILE
+    return load >= GATHERED_LOAD[problem.gemm.itemsize] or problem.sizes.row_tile == TALL_ROW_TILE
 
 
 LAUNCHER = "_hopper.gemm:HopperGemm"
 GATHERED = Persistent(
-    PACKED, LAUNCHER, KIND, (*CONDITIONS, _has_rows(PACKED), PLANNED),
-    lambda p, device: packed_tiles(p.gemm, p.sizes.row_tile, device),
+    PACKED,
+    LAUNCHER,
+    KIND,
+    (*CONDITIONS, _has_rows(PACKED), PLANNED),
+    lambda p, device: gathered_tiles(p.gemm, p.sizes.row_tile, device),
     preferred=(
         Condition("experts must have more rows for packing to pay", _many),
-        Condition(f"there must be {LEAST_COLUMNS} weight rows for packing to pay",
-                  lambda problem, _: problem.weight[1] >= LEAST_COLUMNS),
+        Condition(
+            f"there must be {LEAST_COLUMNS} weight rows for packing to pay",
+            lambda problem, _: problem.weight[1] >= LEAST_COLUMNS,
+        ),
     ),
-    quantizes=(EACH,), packs=True,
+    quantizes=(EACH,),
+    gathers=True,
     buffers=lambda problem: () if problem.rows == EACH else quantized_rows(problem),
-)  # fmt: skip
-"""The kernel for many rows, which are packed in the order of the plan."""
+)
+"""The kernel for many rows, which are gathered in the order of the plan."""
 SWAPPED = Persistent(
-    STREAM, LAUNCHER, KIND, (*CONDITIONS, _has_rows(STREAM)),
+    STREAM,
+    LAUNCHER,
+    KIND,
+    (*CONDITIONS, _has_rows(STREAM)),
     lambda p, device: stream_tiles(p.gemm, p.sizes.row_tile, device),
     preferred=(
-        Condition(f"the row tile must be at most {STREAM_ROWS}",
-                  lambda problem, _: problem.sizes.row_tile <= STREAM_ROWS),
+        Condition(
+            f"the row tile must be at most {STREAM_ROWS}",
+            lambda problem, _: problem.sizes.row_tile <= STREAM_ROWS,
+        ),
     ),
     groups=lambda problem: (),
-)  # fmt: skip
-"""The swap-AB decode kernel, whose programs read rows where they are."""
+)
+"""The swap-AB kernel for few rows, whose programs read rows where they are."""

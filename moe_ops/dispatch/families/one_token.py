@@ -1,4 +1,4 @@
-"""The M = 1 decode kernels of Hopper: GEMM 1 with the activation, or GEMM 2 with the sum."""
+"""Hopper's kernels for one token: GEMM 1 with the activation, or GEMM 2 with the sum."""
 
 from __future__ import annotations
 
@@ -58,12 +58,20 @@ def _family(kernel: str, product: Condition, *, sums: bool) -> Family:
                   lambda problem, device: _tiles(problem, device).num_stages >= LEAST_TOKEN_STAGES),
     )  # fmt: skip
     return Family(
-        kernel, "_hopper.one_token_gemm:TokenGemm", (product, OPERANDS), conditions, _tiles,
-        quantizes=(EACH, ALL), buffers=lambda problem: (), sums=sums,
-    )  # fmt: skip
+        kernel,
+        "_hopper.one_token_gemm:TokenGemm",
+        (product, OPERANDS),
+        conditions,
+        _tiles,
+        quantizes=(EACH, ALL),
+        buffers=lambda problem: (),
+        sums=sums,
+    )
 
 
-FIRST = _family(TOKEN, Condition(
-    "GEMM 1 must have the activation", lambda p, _: p.activation != "" and not p.summed
-), sums=False)  # fmt: skip
+FIRST = _family(
+    TOKEN,
+    Condition("GEMM 1 must have the activation", lambda p, _: p.activation != "" and not p.summed),
+    sums=False,
+)
 SECOND = _family(TOKEN_SUM, SUM, sums=True)

@@ -108,7 +108,7 @@ class Portable(Tunable):
 
 def _computed(problem: GemmProblem, device: Device) -> bool:
     """Whether the first operand of Blackwell's matrix instructions is computed."""
-    return get_scheme(problem.scheme).decoded and device.arch in (100, 103)
+    return get_scheme(problem.scheme).dequantizes_both and device.arch in (100, 103)
 
 
 def _dense_tiles(problem: GemmProblem, device: Device) -> TileConfig:
@@ -142,9 +142,12 @@ DEQUANTIZED = Condition(
 )
 DENSE = Portable("dense", "_gemm.dense:DenseGemm", (UNQUANTIZED, NO_SUM), (), _dense_tiles)
 SCALED = Portable(
-    "scaled", "_gemm.scaled:ScaledGemm", (QUANTIZED, NO_SUM), (),
+    "scaled",
+    "_gemm.scaled:ScaledGemm",
+    (QUANTIZED, NO_SUM),
+    (),
     lambda problem, device: scaled_gemm_tiles(problem.gemm, problem.groups, device),
-)  # fmt: skip
+)
 DEQUANTIZE = Portable(
     "dequantize",
     "_gemm.weight_only:DequantizeGemm",
@@ -152,14 +155,30 @@ DEQUANTIZE = Portable(
     (),
     _dequantizing_tiles,
 )
-SLOT = Family("scaled_slot", "_gemm.scaled_slot:SlotGemm", (QUANTIZED, NO_SUM), (
-    Condition("a row must have one scale",
-              lambda problem, _: problem.quant is not None and problem.quant.shared_cols is None),
-    FOLLOWS_LOAD, ROUTED, DIRECT,
-    Condition("rows must be quantized by the GEMM, each by itself", lambda p, _: p.rows == EACH),
-    Condition(f"K must be at most {LONGEST_SLOT}, got {{problem.sizes.k}}",
-              lambda problem, _: problem.sizes.k <= LONGEST_SLOT),
-), lambda *_: SLOT_TILES, quantizes=(EACH,), buffers=lambda problem: ())  # fmt: skip
+SLOT = Family(
+    "scaled_slot",
+    "_gemm.scaled_slot:SlotGemm",
+    (QUANTIZED, NO_SUM),
+    (
+        Condition(
+            "a row must have one scale",
+            lambda problem, _: problem.quant is not None and problem.quant.shared_cols is None,
+        ),
+        FOLLOWS_LOAD,
+        ROUTED,
+        DIRECT,
+        Condition(
+            "rows must be quantized by the GEMM, each by itself", lambda p, _: p.rows == EACH
+        ),
+        Condition(
+            f"K must be at most {LONGEST_SLOT}, got {{problem.sizes.k}}",
+            lambda problem, _: problem.sizes.k <= LONGEST_SLOT,
+        ),
+    ),
+    lambda *_: SLOT_TILES,
+    quantizes=(EACH,),
+    buffers=lambda problem: (),
+)
 """For few slots: it is faster to quantize a row in the GEMM if it has one scale and is not long.
 
 On an H200 it took 12.9 us against 13.5 (8 slots of 2 x 768 rows, K 2048) and 59.0 against 63.1 (8

@@ -233,7 +233,7 @@ class DecodeGemm:
     """A kernel for packed weights, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
-        self.problem, self.tiles, self.packed_rows = problem, plan.config, plan.packed_rows
+        self.problem, self.tiles, self.packed_rows = problem, plan.config, plan.gathered_rows
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""

@@ -142,7 +142,7 @@ class HopperGemm:
         rows = RowFacts(*numbers, quant is not None and quant.per_tensor, problem.weighted)
         product = (sizes.n, sizes.k, problem.top_k, problem.rule)
         self.constants = constants(*product, problem.weight_rows, rows, tiles, problem.permuted)
-        self.packed, self.packed_rows = tiles.packed, plan.packed_rows
+        self.packed, self.packed_rows = tiles.gathered, plan.gathered_rows
         self.quant = quant if plan.quantizes_rows else None
         """How rows are quantized while they are packed; None if they are not."""
 

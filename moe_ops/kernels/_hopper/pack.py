@@ -142,7 +142,7 @@ def pack_rows(
         a_scale: ``(rows, G)`` float32, contiguous; one element for all rows; or None.
         plan: a plan whose row tile is a multiple of 64; nothing is written past its rows in use.
         num_slots: a plan entry from 0 to ``num_slots - 1`` is a slot, any other is padding.
-        num_rows: R, the most rows that the plan may use, see `moe_ops.dispatch.hopper.packed_rows`.
+        num_rows: R, the most rows that the plan may use: `moe_ops.dispatch.hopper.gathered_rows`.
         top_k: slots per row of ``a``.
         dtype: dtype of the result, which holds all numbers of ``a``; None: that of ``a``.
 
