@@ -100,19 +100,19 @@ def num_slots(
         ValueError: sizes disagree, or the scheme does not take what is given.
         TypeError: another ``out_dtype`` than that of rows which are not quantized.
     """
-    rule, known = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
+    rule, parsed = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
     w, bias, w_scale, zero_point, global_scale, rows = sizes.expert_weight(weight)
-    quant, each = known.activation, known.numbers_per_entry(w.dtype)
-    narrow = quant is not None and quant.element.packed
+    quant, each = parsed.activation, parsed.numbers_per_entry(w.dtype)
+    each_row = 1 if quant is None else quant.element.values_per_byte
     local = None if rows is None else rows.shape[0]
-    slots = sizes.gemm(a, w, (2 if narrow else 1, each), bias, tiles, rule, top_k, local)
+    slots = sizes.gemm(a, w, (each_row, each), bias, tiles, rule, top_k, local)
     experts, n, width = w.shape
     sizes.weight_parts(scheme, (experts, n, each * width), w, w_scale, global_scale, zero_point)
-    if expert_order and known.weight is not None:
+    if expert_order and parsed.weight is not None:
         rule_of_order = f"expert_order must be False for scheme {scheme}, whose weight is quantized"
         raise ValueError(f"{rule_of_order}, got True")
     if quant is not None:
-        _quantized_rows(a, a_scale, known, packed=is_packed(w), experts=experts)
+        _quantized_rows(a, a_scale, parsed, fragments=is_packed(w), experts=experts)
     elif a_scale is not None:
         raise ValueError(f"a_scale must be None for scheme {scheme}, got a Tensor")
     elif out_dtype != a.dtype:
@@ -121,15 +121,15 @@ def num_slots(
 
 
 def _quantized_rows(
-    a: Tensor, a_scale: Tensor | None, scheme: Scheme, *, packed: bool, experts: int
+    a: Tensor, a_scale: Tensor | None, scheme: Scheme, *, fragments: bool, experts: int
 ) -> None:
     """Check rows that are quantized, or that the operator quantizes.
 
     It quantizes rows which it also dequantizes for a weight in the packed form alone.
     """
     quant, _ = scheme.quants
-    stored, later = a.dtype == quant.dtype, packed and a_scale is None
-    if scheme.decoded and not later and (a_scale is None or not stored):
+    stored, later = a.dtype == quant.dtype, fragments and a_scale is None
+    if scheme.dequantizes_both and not later and (a_scale is None or not stored):
         rule = f"a must be rows as scheme {scheme.key} stores them, with scales"
         got = "None" if a_scale is None else f"rows of dtype {a.dtype}"
         raise ValueError(f"{rule}, got {got}")
@@ -139,7 +139,7 @@ def _quantized_rows(
         return
     rows, width = a.shape
     if stored:
-        k = 2 * width if quant.element.packed else width
+        k = quant.element.values_per_byte * width
         sizes.stored_row_scale(a_scale, quant, rows, k, experts)
     else:
         sizes.row_scale(a_scale, quant, rows)

@@ -115,13 +115,20 @@ def run_case(case: HostCase, scheme: str, tokens: int, routing: str) -> OffloadR
     copied = (after.bytes_copied - before.bytes_copied) / STEPS
     copy_us = steps_us - (hits_us or 0.0)
     return OffloadRow(
-        scheme, problem.name, tokens, routing, residency.num_slots, all_us, hits_us, steps_us,
+        scheme,
+        problem.name,
+        tokens,
+        routing,
+        residency.num_slots,
+        all_us,
+        hits_us,
+        steps_us,
         hit_rate=hits / max(1, hits + misses),
         misses=misses / STEPS,
         copied_gb_per_s=copied / copy_us / 1e3 if copied and copy_us > 0 else None,
         engine_gb_per_s=_engine(copied, device) if copied else None,
         same_bits=same,
-    )  # fmt: skip
+    )
 
 
 def _sequence(

@@ -95,8 +95,8 @@ class QuantizedOnHost(LayerOnHost):
 def _top_k(experts: Any) -> int:
     """Return k of the experts' model; 1 if its configuration has another name for it."""
     config = getattr(experts, "config", None)
-    found = (getattr(config, name, None) for name in TOP_K)
-    return next((k for k in found if isinstance(k, int)), 1)
+    counts = (getattr(config, name, None) for name in TOP_K)
+    return next((k for k in counts if isinstance(k, int)), 1)
 
 
 def _is_known(module: nn.Module) -> bool:

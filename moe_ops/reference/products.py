@@ -29,7 +29,7 @@ def product_of(
     first (exactly for int8), then scaled, then added up, all in float32. (Hopper's fp8 tensor cores
     keep about 14 bits of the sum within a group.) Otherwise numbers are multiplied.
     """
-    if scheme.activation is not None and not scheme.decoded:
+    if scheme.activation is not None and not scheme.dequantizes_both:
         return _scaled(cast(Tensor, a_scale), weight, scheme, batch_invariant)
     stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
     quant, num_experts = scheme.activation, len(stored.data)

@@ -137,8 +137,6 @@ class Scheme:
     elements, of fewer than 8 bits, or with one-byte scales. In bf16 all of these numbers, times
     their group's scale, are exact.
     """
-    decoded: bool = field(init=False, repr=False)
-    """As `dequantizes_both`."""
     refusal: Refusal | None = field(init=False, repr=False)
     """Why no operator computes the scheme; None: they do. See `as_scheme`."""
 
@@ -146,7 +144,7 @@ class Scheme:
         # Attributes, because traced code reads them: Dynamo cannot trace how names are parsed.
         a, w = self.activation, self.weight
         both = a is not None and w is not None and dequantizes_both(a, w)
-        derived = {"key": _key(a, w), "dequantizes_both": both, "decoded": both}
+        derived = {"key": _key(a, w), "dequantizes_both": both}
         derived["refusal"] = refusal(a, w)
         for name, value in derived.items():
             object.__setattr__(self, name, value)

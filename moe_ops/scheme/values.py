@@ -49,11 +49,6 @@ class Element(NamedTuple):
         return 2 if self.bits == 4 else 1
 
     @property
-    def packed(self) -> bool:
-        """Whether two numbers share a byte."""
-        return self.bits == 4
-
-    @property
     def stored_bits(self) -> int:
         """Bits of memory per number: a 6-bit number takes a byte."""
         return 8 // self.values_per_byte

@@ -20,8 +20,6 @@ NOT_YET = (
 """Files and folders whose names are still to be changed."""
 EXEMPT = {
     ("benchmarks/whole_models.py", "decode"): "a step of a language model, as the field says",
-    ("moe_ops/scheme/named.py", "decoded"): "read where names are still to be changed",
-    ("moe_ops/scheme/values.py", "packed"): "read where names are still to be changed",
 }
 """Old words that stay. (Only whole names are compared, so that `pack_weight`, `is_packed`, `packs`,
 ``weight_packed`` and the form ``packed`` keep their public and saved names.)"""

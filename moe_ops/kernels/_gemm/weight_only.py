@@ -303,7 +303,7 @@ class Variant(NamedTuple):
             step=step,
             up=up,
             weight_rows=count,
-            packed=quant.element.packed or self.words,
+            packed=quant.element.values_per_byte == 2 or self.words,
             cols=cols,
             in_tile=cols is not None and (cols < tiles.block_k or tiles.block_m > 32),
             rows=rows,
@@ -321,7 +321,7 @@ class Variant(NamedTuple):
             step=1,
             up=0,
             weight_rows=0,
-            packed=quant.element.packed or self.row_words,
+            packed=quant.element.values_per_byte == 2 or self.row_words,
             cols=cols,
             in_tile=cols is not None,
             rows=1,
@@ -365,7 +365,7 @@ def scale_strides(scale: Tensor | None, rows: Quant | None, num_experts: int) ->
 
 def entries(x: Tensor, quant: Quant) -> Tensor:
     """View stored values as bytes, or as words of two neighbours along K if the layout allows."""
-    if quant.element.packed:
+    if quant.element.values_per_byte == 2:
         return x
     sizes = x.shape[-1] | x.stride(-2) | x.stride(0) | x.storage_offset()
     return x.view(torch.uint16 if x.stride(-1) == 1 and sizes % 2 == 0 else torch.uint8)
