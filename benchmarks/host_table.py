@@ -1,6 +1,10 @@
-"""The table of models with experts in host memory: what fits in which GPU, from sizes alone."""
+"""Tables of experts in host memory: what fits in which GPU, and what was timed."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 from report import markdown
 
@@ -19,6 +23,7 @@ HOSTED = (
 """Models that may be larger than a GPU: name, layers with experts, schemes."""
 GPU_SIZES, FOR_THE_REST = (16, 24, 48, 80, 141), 6
 """Gigabytes of GPUs, and what is left for all but the experts."""
+RESULTS = Path(__file__).parent / "results"
 
 
 def table() -> str:
@@ -38,3 +43,23 @@ def table() -> str:
             lines.append([f"`{name}`", f"`{scheme}`", f"{one / 1e6:.1f}", f"{whole:.1f}", *shares])
     head = ["model", "scheme", "an expert, MB", "on the host, GB"]
     return markdown([*head, *(f"{size} GB" for size in GPU_SIZES)], lines, labels=2)
+
+
+def times() -> str:
+    """A line per timed case of each GPU's record."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/offload.json")):
+        record = json.loads(path.read_text())
+        for row in record["rows"]:
+            case = [record["gpu"], *(f"`{row[name]}`" for name in ("shape", "scheme", "routing"))]
+            counts = [str(row[name]) for name in ("M", "resident")]
+            measured = [row[name] for name in ("all_us", "hits_us", "steps_us", "misses")]
+            rates = [row[name] for name in ("copied_gb_per_s", "engine_gb_per_s")]
+            lines.append([*case, *counts, *map(_shown, (*measured, *rates))])
+    head = ["GPU", "layer", "scheme", "routing", "tokens", "on the GPU", "all on the GPU, us"]
+    head += ["all hits, us", "a call, us", "misses a call", "copied, GB/s", "copy engine, GB/s"]
+    return markdown(head, lines, labels=4)
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:,.1f}"

@@ -395,6 +395,7 @@ def headline() -> str:
 
 PAGES = {
     "offload": host_table.table,
+    "offload_times": host_table.times,
     "support": lambda: f"{support.support_table()}\n\n{support.block_scaled_note()}",
     "schemes": schemes,
     "models": models,
