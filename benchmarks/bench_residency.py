@@ -1,4 +1,4 @@
-"""Time the decision which experts are on the device, and the copy of those that are missing."""
+"""Time which experts are on the device, the copy of those that are missing, and the products."""
 
 from __future__ import annotations
 
@@ -42,6 +42,33 @@ def cases(layer: Layer) -> Iterator[Case]:
         ops.copy_experts(owner.table, owner.state, *sizes, 0, True)
 
     yield Case("copy_experts:all", refill, slots * owner.expert_bytes)
+    yield from _products(layer, owner, width)
+
+
+def _products(layer: Layer, owner: Residency, width: int) -> Iterator[Case]:
+    """Both products of a batch, with the copies that it needs."""
+    inputs, hidden = layer.inputs, layer.problem.hidden_size
+    x, ids = inputs.x.bfloat16(), inputs.topk_ids
+    plan = ops.plan_slots(ids, None, owner.num_experts, "unquantized", x.dtype)
+    tiles, (first, second) = [plan, ids, None], owner.tables
+    h = torch.randn((ids.numel(), width), dtype=x.dtype, device=x.device)
+    flops = 2 * ids.numel() * width * hidden
+    yield Case(
+        "host_product:w1",
+        lambda: ops.host_product(
+            x, None, first, owner.state, None, tiles, ids.shape[1], 2 * width, x.dtype, "silu"
+        ),
+        inputs.num_active * 2 * width * hidden * 2,
+        2 * flops,
+    )
+    yield Case(
+        "host_product_sum",
+        lambda: ops.host_product_sum(
+            h, None, second, owner.state, inputs.topk_weights, tiles, hidden, x.dtype
+        ),
+        inputs.num_active * width * hidden * 2,
+        flops,
+    )
 
 
 if __name__ == "__main__":
