@@ -24,6 +24,7 @@ from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KERNELS as HOPPERS
 from moe_ops.dispatch.hopper import HopperTiles, most_stages, widths
+from moe_ops.dispatch.tiles import is_direct
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.gemm import HopperGemm
 from moe_ops.reference import expert_product as reference
@@ -141,6 +142,8 @@ def test_gemm(scheme, tokens, k, kk, n, local, routing, on_demand, tiles):
     kernel, block_m, block_n, itemsize = tiles
     if (scheme == "unquantized") != (itemsize == 2) or (n == 200 and scheme == "fp8_block128"):
         return
+    if kernel == "hopper_packed" and is_direct(tokens * k, 5 if local is None else local):
+        return  # so few slots have no plan, by which rows are gathered
     problem = Problem(
         tokens, 5, k, kk, n, torch.bfloat16, "silu", num_local_experts=local, routing=routing
     )
