@@ -62,7 +62,7 @@ def model_of(device, **options):
 
 
 def over_ranks(device):
-    """The same model over all ranks."""
+    """The demo's model with its experts on all ranks, and the rest cut by FSDP2."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = model_of(
         device, dp_size=ranks, dp_rank=rank, ep_size=ranks, max_num_tokens=BATCH * CONTEXT

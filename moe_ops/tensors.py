@@ -137,7 +137,7 @@ class HostWeight(NamedTuple):
     data: Tensor
     """A view with the shape, dtype and device that the weight of all experts would have."""
     table: Tensor
-    """One of `Residency.tables`."""
+    """The addresses of the weight in host memory and in the slots: one of `Residency.tables`."""
     state: Tensor
     """`Residency.state`, which the products change."""
 

@@ -94,7 +94,7 @@ class Memory:
         return interpreter.TensorHandle(real, pointers.dtype)
 
     def shared(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """The same addresses, which must be in memory that kernels find by addresses."""
+        """Check that addresses are in memory that kernels find by addresses, and return them."""
         inside = np.zeros(addresses.shape, dtype=bool)
         for windows in moe_ops.windows.open_windows():
             length = windows.layout.parts.end

@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from moe_ops import checks
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.parameters import parameter_specs
 from moe_ops.pipeline.exchange.groups import RankGroup
 
 
@@ -45,7 +46,9 @@ def clip_grad_norm_(
     groups: dict[RankGroup, list[Tensor]] = {}
     for module in model.modules():
         if isinstance(module, ExpertLayer) and module.is_spread:
-            groups.setdefault(module.rank_group, []).extend(module.parameters(recurse=False))
+            experts = (module._parameters.get(name) for name in parameter_specs(module.sizes))
+            held = [x for x in experts if x is not None]  # not the gate of shared experts
+            groups.setdefault(module.rank_group, []).extend(held)
     own = {id(x) for experts in groups.values() for x in experts}
     norms = [_norms((x for x in model.parameters() if id(x) not in own), norm_type)]
     norms += [group.all_gather(_norms(experts, norm_type)) for group, experts in groups.items()]

@@ -47,7 +47,7 @@ def check_quantized(
         checks.size(f"{name}.shape[1]", w.shape[1], "the rows that the sizes ask for", n)
         checks.size(f"{name}.shape[2]", _columns(w, quant), "the columns (unpacked)", k)
         if is_packed(w):
-            # Of experts in host memory there is one. Operators check real weights again.
+            # The view that stands for experts in host memory has one. Operators check real weights.
             check_packed(name, w if w.stride(0) else w[:1], scheme, n, k)
         _check_scales(config, name, quant, (w.shape[0], n, k), fragments=is_packed(w))
         if is_packed(w) and hidden_states.is_cuda:

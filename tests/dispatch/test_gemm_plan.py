@@ -259,7 +259,7 @@ def test_families():
 
 
 def test_what_was_passed_over():
-    """Of kernels for this kind of GEMM only, each with its first reason."""
+    """Kernels for this kind of GEMM alone are named, each with its first reason."""
     first, second = problems("fp8_channel", 64)
     assert dict(passed_over(first, HOPPER)) == {
         TOKEN: "the routing must be of one token, got 64",

@@ -120,6 +120,7 @@ def check_two(rank, ranks, folder):
     check_replicas(rank, folder, whole)
     check_copies(rank, folder, whole)
     check_refused(rank, folder)
+    check_norm_beside_a_gate(rank)
 
 
 def check_results(parts, whole):
@@ -162,6 +163,15 @@ def check_copies(rank, folder, whole):
         fresh.load_state_dict(other)
         assert same(fresh, layer)
     assert type(state["w13_weight"] + 1) is type(copy.deepcopy(state)["w2_weight"]) is torch.Tensor
+
+
+def check_norm_beside_a_gate(rank):
+    """All ranks have the gate of the shared expert: it counts once."""
+    layer = layer_of(**way(rank, "ep"), n_shared_experts=1, shared_expert_gate=True)
+    for x in layer.parameters():
+        x.grad = torch.zeros_like(x)
+    layer.shared_expert_gate_weight.grad += 1
+    torch.testing.assert_close(clip_grad_norm_(layer, 1.0), torch.tensor(float(H)).sqrt())
 
 
 def check_refused(rank, folder):

@@ -154,7 +154,7 @@ def test_amounts(value, counts):
 
 
 def test_amounts_of_layers_that_differ():
-    """The same share of each, and k of the rank's experts at most."""
+    """A size gives each layer the same share, and k is at most the rank's experts."""
     layers = [SMALL, Amount(8, 4, 10**9), Amount(2, 4, 10**6)]
     assert parse_amount("resident", 0.5, layers) == [32, 4, 2]
     assert parse_amount("resident", "7.3GB", layers) == [32, 4, 2]

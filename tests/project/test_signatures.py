@@ -21,7 +21,7 @@ def of_schema(schema):
 
 
 def of_function(node, named):
-    """The same of a function; of its arguments that are named only, those in ``named``."""
+    """What a function takes; keyword-only arguments count if they are in ``named``."""
     given = node.args
     defaults = [REQUIRED] * (len(given.args) - len(given.defaults))
     defaults += [ast.literal_eval(x) for x in given.defaults]

@@ -33,7 +33,7 @@ from moe_ops.scheme import get_scheme
 
 
 def _tiles(problem: GemmProblem, device: Device) -> HopperTiles:
-    """As many stages as fit beside the vectors, if one CTA of each GEMM is to fit on an SM."""
+    """The number of stages that leaves room on an SM for one CTA of each GEMM and the vectors."""
     gemm, quant = problem.gemm, get_scheme(problem.scheme).activation
     vectors = next_power_of_2(gemm.num_slots) if problem.summed else 1
     columns, steps = vector_pieces(gemm.k, gemm.itemsize, vectors)
