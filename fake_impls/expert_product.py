@@ -29,8 +29,9 @@ def expert_product(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``(slots, N)``, or ``(slots, I)`` with a gated activation; in slot order or permuted."""
-    how = (scheme, out_dtype, expert_order, batch_invariant)
-    slots, n = num_slots(a, a_scale, weight, tiles, top_k, *how)
+    slots, n = num_slots(
+        a, a_scale, weight, tiles, top_k, scheme, out_dtype, expert_order, batch_invariant
+    )
     if topk_weights is not None and get_scheme(scheme).activation is not None:
         rule = f"topk_weights must be None for scheme {scheme}, whose rows are quantized"
         raise ValueError(f"{rule}, got a Tensor")
@@ -49,8 +50,8 @@ def expert_product_out(
     out: Tensor,
 ) -> None:
     """Check ``out``, to which products are added: ``(slots, N)``, contiguous, dtype of ``a``."""
-    how = (UNQUANTIZED.key, a.dtype, False, batch_invariant)
-    slots, n = num_slots(a, None, weight, tiles, top_k, *how)
+    scheme = UNQUANTIZED.key
+    slots, n = num_slots(a, None, weight, tiles, top_k, scheme, a.dtype, False, batch_invariant)
     if sizes.expert_weight(weight).bias is not None:
         raise ValueError("bias must be None where products are added, got a Tensor")
     sizes.entries("topk_weights", topk_weights, slots)
@@ -73,8 +74,7 @@ def expert_product_sum(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``(T, N)``."""
-    how = (scheme, out_dtype, expert_order, batch_invariant)
-    _, n = num_slots(a, a_scale, weight, tiles, 1, *how)
+    _, n = num_slots(a, a_scale, weight, tiles, 1, scheme, out_dtype, expert_order, batch_invariant)
     _, topk_ids, expert_map = tiles
     if topk_ids is None:
         raise ValueError("tiles[1] must be topk_ids, got None")

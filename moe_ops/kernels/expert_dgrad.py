@@ -60,7 +60,7 @@ def _expert_dgrad_kernel(
     )  # fmt: skip
     if expert < 0:
         return
-    PACK: tl.constexpr = 2 if FORMAT.packed else 1
+    PACK: tl.constexpr = 2 if FORMAT.paired else 1
     SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1  # rows whose zero points share a byte
     GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)

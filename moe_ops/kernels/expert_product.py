@@ -35,15 +35,17 @@ def expert_product(
 
     The result is ``out`` if that is given: rows of experts that the weight lacks stay as they are.
     """
-    how = (top_k, scheme, out_dtype, activation, expert_order, batch_invariant)
-    tensors = (a, a_scale, weight, topk_weights, tiles)
-    given = GemmOperands(a, a_scale, sizes.expert_weight(weight), topk_weights, tiles)
+    settings = (top_k, scheme, out_dtype, activation, expert_order, batch_invariant)
+    operands = GemmOperands(a, a_scale, sizes.expert_weight(weight), topk_weights, tiles)
 
     def empty() -> Tensor:
-        result = fakes.expert_product(*tensors, *how)
+        result = fakes.expert_product(
+            a, a_scale, weight, topk_weights, tiles, top_k, scheme, out_dtype, activation,
+            expert_order, batch_invariant,
+        )  # fmt: skip
         return result if out is None else out
 
-    return call_gemm("expert_product", given, how, empty, config, out=out)
+    return call_gemm("expert_product", operands, settings, empty, config, out=out)
 
 
 def expert_product_out(
@@ -62,10 +64,10 @@ def expert_product_out(
         fakes.expert_product_out(a, weight, topk_weights, tiles, top_k, batch_invariant, out=out)
         return out
 
-    how = (top_k, UNQUANTIZED.key, out.dtype, "", False, batch_invariant)
+    settings = (top_k, UNQUANTIZED.key, out.dtype, "", False, batch_invariant)
     place = (out.shape, out.stride())
-    given = GemmOperands(a, None, sizes.expert_weight(weight), topk_weights, tiles)
-    call_gemm("expert_product.out", given, (*how, *place), checked, out=out)
+    operands = GemmOperands(a, None, sizes.expert_weight(weight), topk_weights, tiles)
+    call_gemm("expert_product.out", operands, (*settings, *place), checked, out=out)
 
 
 def expert_product_sum(
@@ -80,10 +82,14 @@ def expert_product_sum(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
-    rows, flags = (a, a_scale), (expert_order, batch_invariant)
-    given = GemmOperands(*rows, sizes.expert_weight(weight), topk_weights, tiles, EARLY.get())
-    rest = (weight, topk_weights, tiles, scheme, out_dtype, *flags)
-    how = (1, scheme, out_dtype, "", *flags)
-    return call_gemm(
-        "expert_product_sum", given, how, lambda: fakes.expert_product_sum(*rows, *rest)
-    )
+    stored, early = sizes.expert_weight(weight), EARLY.get()
+    operands = GemmOperands(a, a_scale, stored, topk_weights, tiles, early)
+    settings = (1, scheme, out_dtype, "", expert_order, batch_invariant)
+
+    def empty() -> Tensor:
+        return fakes.expert_product_sum(
+            a, a_scale, weight, topk_weights, tiles, scheme, out_dtype, expert_order,
+            batch_invariant,
+        )  # fmt: skip
+
+    return call_gemm("expert_product_sum", operands, settings, empty)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -96,16 +97,16 @@ class Operands(NamedTuple):
     def space(self, settings: Settings, plan: Tensor | None) -> SlotRows:
         """The row space of the call's routing."""
         routing = Routing(self.topk_weights, self.topk_ids, self.expert_map)
-        how = (settings.scheme, self.x.dtype, settings.batch_invariant, plan)
-        return SlotRows.of(routing, self.w1.shape[0], *how)
+        experts, invariant = self.w1.shape[0], settings.batch_invariant
+        return SlotRows.of(routing, experts, settings.scheme, self.x.dtype, invariant, plan)
 
     def adapters(self, settings: Settings, plan: Tensor | None) -> SlotRows | None:
         """The row space of the adapters' GEMMs; None without adapters."""
         if self.lora_ids is None:
             return None
         first = self.lora2_a if self.lora1_a is None else self.lora1_a
-        how = (self.x.dtype, settings.batch_invariant, plan)
-        return adapter_rows(self.lora_ids, first.shape[0], *how)
+        dtype, invariant = self.x.dtype, settings.batch_invariant
+        return adapter_rows(self.lora_ids, first.shape[0], dtype, invariant, plan)
 
 
 DIFFERENTIABLE = Operands._fields.index("topk_ids")
@@ -151,19 +152,28 @@ def differentiable_experts(
     (w1, b1, *first), (w2, b2, *second) = first_weight, second_weight
     topk_weights, topk_ids, expert_map = routing
     global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
-    factors: list[Tensor | None] = [None] * 4
-    lora_ids = None
-    if lora is not None:
-        for at, pair in ((0, lora.w1), (2, lora.w2)):
-            if pair is not None:
-                factors[at : at + 2] = Factors.of(*pair, lora.scaling, x.dtype)
-        used = lora.w1 or lora.w2
-        adapters = 0 if used is None else used[0].shape[0]
-        lora_ids = adapter_ids(routing, w1.shape[0], lora.lora_ids, adapters) if used else None
-    return _Experts.apply(
-        settings, plan, x, w1, w2, topk_weights, b1, b2, *factors, topk_ids, expert_map, lora_ids,
-        *first, *second, a1_scale, a2_scale, *global_scales, *on_host,
-    )  # fmt: skip
+    first_adapter, second_adapter, lora_ids = _lora_operands(lora, routing, w1.shape[0], x.dtype)
+    differentiable = (x, w1, w2, topk_weights, b1, b2, *first_adapter, *second_adapter)
+    ids = (topk_ids, expert_map, lora_ids)
+    constants = (*first, *second, a1_scale, a2_scale, *global_scales, *on_host)
+    operands = Operands._make((*differentiable, *ids, *constants))
+    return _Experts.apply(settings, plan, *operands)
+
+
+def _lora_operands(
+    lora: ExpertLora | None, routing: Routing, num_experts: int, dtype: torch.dtype
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...], Tensor | None]:
+    """The `Factors` of both adapters, and the `adapter_ids`; None for what a call lacks."""
+    none = (None, None)
+    if lora is None or not (lora.w1 or lora.w2):
+        return none, none, None
+    first, second = (
+        none if pair is None else Factors.of(*pair, lora.scaling, dtype)
+        for pair in (lora.w1, lora.w2)
+    )
+    used = lora.w1 or lora.w2
+    num_adapters = 0 if used is None else used[0].shape[0]
+    return first, second, adapter_ids(routing, num_experts, lora.lora_ids, num_adapters)
 
 
 def _weight_parts(weights: ExpertWeights) -> tuple[Any, ...]:
@@ -181,66 +191,73 @@ class _Experts(Function):
     @staticmethod
     def forward(ctx: Any, settings: Settings, plan: Tensor | None, *tensors: Any) -> Tensor:
         """Run the stages; keep the operands, the plan and the product of the first GEMM."""
-        given = Operands(*tensors)
-        space = given.space(settings, plan)
-        adapters = given.adapters(settings, None)
-        product = _first_product(settings, given, space, adapters)
-        y = _second_product(settings, given, space, adapters, product)
+        operands = Operands(*tensors)
+        space = operands.space(settings, plan)
+        adapters = operands.adapters(settings, None)
+        product = _first_product(settings, operands, space, adapters)
+        y = _second_product(settings, operands, space, adapters, product)
         ctx.settings = settings
         lora_plan = None if adapters is None else adapters.tiles.plan
         ctx.save_for_backward(*tensors, product, space.tiles.plan, lora_plan)
         if not settings.summed:
             return y
-        on_output = None if settings.on_input else given.topk_weights
-        slots = (given.topk_ids, given.expert_map, None, space.num_local_experts)
-        return ops.moe_fused_mul_sum(y, on_output, *slots)
+        on_output = None if settings.on_input else operands.topk_weights
+        ids, expert_map = operands.topk_ids, operands.expert_map
+        return ops.moe_fused_mul_sum(y, on_output, ids, expert_map, None, space.num_local_experts)
 
     @staticmethod
     @once("fused_experts")
     def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> Any:
         """Compute the gradients that are asked for."""
         *tensors, product, plan, lora_plan = saved
-        given, asked = Operands(*tensors), Operands(*ctx.needs_input_grad[2:])
-        spaces = given.space(ctx.settings, plan), given.adapters(ctx.settings, lora_plan)
-        work = _Backward(ctx.settings, given, asked, *spaces)
-        found = work.run(grad.contiguous(), product)
-        return (None, None, *found, *[None] * (len(tensors) - DIFFERENTIABLE))
+        operands, asked = Operands(*tensors), Operands(*ctx.needs_input_grad[2:])
+        spaces = operands.space(ctx.settings, plan), operands.adapters(ctx.settings, lora_plan)
+        work = _Backward(ctx.settings, operands, asked, *spaces)
+        gradients = work.run(grad.contiguous(), product)
+        return (None, None, *gradients, *[None] * (len(tensors) - DIFFERENTIABLE))
 
 
 def _second_product(
-    settings: Settings, given: Operands, space: SlotRows, adapters: SlotRows | None, product: Tensor
+    settings: Settings,
+    operands: Operands,
+    space: SlotRows,
+    adapters: SlotRows | None,
+    product: Tensor,
 ) -> Tensor:
     """The product of the second GEMM with its bias, ``(T * k, H)``."""
-    scheme, weights = settings.scheme, given.weights()
-    if adapters is None or given.lora2_a is None:
+    scheme, weights = settings.scheme, operands.weights()
+    if adapters is None or operands.lora2_a is None:
         h = activated(product, weights, space, scheme, settings.activation)
-        return gemm(h, weights.w2, space, 1, scheme, given.x.dtype)
+        return gemm(h, weights.w2, space, 1, scheme, operands.x.dtype)
     rows = ops.activation(product, settings.activation)
     h = quantized(rows, weights.a2_scale, weights.w2, space, scheme)
-    y = gemm(h, weights.w2, space, 1, scheme, given.x.dtype)
-    add_product(y, low_product(rows, given.lora2_a, adapters, 1), given.lora2_b, adapters)
+    y = gemm(h, weights.w2, space, 1, scheme, operands.x.dtype)
+    add_product(y, low_product(rows, operands.lora2_a, adapters, 1), operands.lora2_b, adapters)
     return y
 
 
 def _first_product(
-    settings: Settings, given: Operands, space: SlotRows, adapters: SlotRows | None
+    settings: Settings, operands: Operands, space: SlotRows, adapters: SlotRows | None
 ) -> Tensor:
     """The product of the first GEMM with its bias, ``(T * k, 2I)``."""
-    scheme, x, weights = settings.scheme, given.x, given.weights()
-    quant, top_k = scheme.activation, given.topk_ids.shape[1]
-    on_input = given.topk_weights if settings.on_input else None
+    scheme, x, weights = settings.scheme, operands.x, operands.weights()
+    quant, top_k = scheme.activation, operands.topk_ids.shape[1]
+    on_input = operands.topk_weights if settings.on_input else None
     if quant is not None and on_input is not None:  # rows of slots, which contain the weights
-        slots = (given.topk_ids, given.expert_map, space.num_local_experts)
-        rows = Rows(*ops.moe_quantize(x, given.a1_scale, on_input, *slots, quant.key))
+        slots = (operands.topk_ids, operands.expert_map, space.num_local_experts)
+        rows = Rows(*ops.moe_quantize(x, operands.a1_scale, on_input, *slots, quant.key))
         on_input, top_k = None, 1
     else:
-        rows = quantized(x, given.a1_scale, weights.w1, space, scheme, top_k)
+        rows = quantized(x, operands.a1_scale, weights.w1, space, scheme, top_k)
     product = gemm(rows, weights.w1, space, top_k, scheme, x.dtype, "", on_input)
-    if adapters is None or given.lora1_a is None:
+    if adapters is None or operands.lora1_a is None:
         return product
-    on_input, top_k = given.topk_weights if settings.on_input else None, given.topk_ids.shape[1]
-    low = low_product(x, given.lora1_a, adapters, top_k)
-    add_product(product, low, given.lora1_b, adapters, on_input)
+    on_input, top_k = (
+        operands.topk_weights if settings.on_input else None,
+        operands.topk_ids.shape[1],
+    )
+    low = low_product(x, operands.lora1_a, adapters, top_k)
+    add_product(product, low, operands.lora1_b, adapters, on_input)
     return product
 
 
@@ -248,7 +265,7 @@ class _Backward(NamedTuple):
     """The backward pass of a call."""
 
     settings: Settings
-    given: Operands
+    operands: Operands
     wanted: Operands
     """Whether the gradient of each operand is asked for."""
     space: SlotRows
@@ -261,34 +278,36 @@ class _Backward(NamedTuple):
             grad: the gradient of the result, ``(T, H)``, or ``(T * k, H)`` if it is not summed.
             product: the product of the first GEMM, ``(T * k, 2I)``.
         """
-        given, wanted, key = self.given, self.wanted, self.settings.activation
-        db2 = self._bias_gradient(grad, self.on_output, given.b2) if wanted.b2 else None
+        operands, wanted, key = self.operands, self.wanted, self.settings.activation
+        db2 = self._bias_gradient(grad, self.on_output, operands.b2) if wanted.b2 else None
         if not self._goes_through():
             dw2 = None
             if wanted.w2:
                 h = ops.activation(product, key)
-                dw2 = self._weight_gradient(grad, h, self.on_output, given.w2)
+                dw2 = self._weight_gradient(grad, h, self.on_output, operands.w2)
             return (None, None, dw2, None, None, db2, *[None] * 4)
-        top_k = given.topk_ids.shape[1] if self.settings.summed else 1
-        adapter = (given.lora2_a, given.lora2_b)
-        rows, low = self._through(grad, given.w2, self.second, adapter, top_k)
+        top_k = operands.topk_ids.shape[1] if self.settings.summed else 1
+        adapter = (operands.lora2_a, operands.lora2_b)
+        rows, low = self._through(grad, operands.w2, self.second, adapter, top_k)
         keeps = wanted.w2 or wanted.lora2_a or wanted.lora2_b
         dp, h, products = ops.moe_activation_backward(
             rows, product, self.on_output, *self.slots, key, keeps
         )
         del rows
-        dw2 = self._weight_gradient(grad, h, None, given.w2) if wanted.w2 else None
+        dw2 = self._weight_gradient(grad, h, None, operands.w2) if wanted.w2 else None
         asked = (wanted.lora2_a, wanted.lora2_b)
         second = self._adapter_gradients(grad, h, low, adapter, asked, None, 1)
         del h, low
-        dw1 = self._weight_gradient(dp, given.x, self.on_input, given.w1) if wanted.w1 else None
-        db1 = self._bias_gradient(dp, None, given.b1) if wanted.b1 else None
-        if self.on_input is None and wanted.topk_weights and given.b2 is not None:
-            products = products + ops.slot_products(grad, given.b2, *self.slots, True)
+        dw1 = (
+            self._weight_gradient(dp, operands.x, self.on_input, operands.w1) if wanted.w1 else None
+        )
+        db1 = self._bias_gradient(dp, None, operands.b1) if wanted.b1 else None
+        if self.on_input is None and wanted.topk_weights and operands.b2 is not None:
+            products = products + ops.slot_products(grad, operands.b2, *self.slots, True)
         dx, weighted, first = self._first_gradients(dp)
         weights = products if self.on_input is None else weighted
         if wanted.topk_weights and weights is not None:
-            weights = weights.to(given.topk_weights.dtype)
+            weights = weights.to(operands.topk_weights.dtype)
         weights = weights if wanted.topk_weights else None
         return (dx, dw1, dw2, weights, db1, db2, *first, *second)
 
@@ -300,18 +319,18 @@ class _Backward(NamedTuple):
 
     def _first_gradients(self, dp: Tensor) -> tuple[Any, Any, Any]:
         """Gradients of the tokens, of router weights on the input, and of the first adapter."""
-        given, wanted, weights = self.given, self.wanted, self.on_input
-        adapter, asked = (given.lora1_a, given.lora1_b), (wanted.lora1_a, wanted.lora1_b)
+        operands, wanted, weights = self.operands, self.wanted, self.on_input
+        adapter, asked = (operands.lora1_a, operands.lora1_b), (wanted.lora1_a, wanted.lora1_b)
         into_weights = wanted.topk_weights and weights is not None
         rows = low = dx = of_weights = None
         if wanted.x or into_weights:
-            rows, low = self._through(dp, given.w1, self.first, adapter, 1)
+            rows, low = self._through(dp, operands.w1, self.first, adapter, 1)
         elif wanted.lora1_a and self.adapters is not None:
-            low = low_product(dp, given.lora1_b.transpose(1, 2), self.adapters, 1)
-        top_k = given.topk_ids.shape[1]
-        of_adapter = self._adapter_gradients(dp, given.x, low, adapter, asked, weights, top_k)
+            low = low_product(dp, operands.lora1_b.transpose(1, 2), self.adapters, 1)
+        top_k = operands.topk_ids.shape[1]
+        of_adapter = self._adapter_gradients(dp, operands.x, low, adapter, asked, weights, top_k)
         if into_weights:
-            of_weights = ops.slot_products(given.x, rows, *self.slots, False)
+            of_weights = ops.slot_products(operands.x, rows, *self.slots, False)
         if wanted.x:
             ids, expert_map, experts = self.slots
             dx = ops.moe_fused_mul_sum(rows, weights, ids, expert_map, None, experts)
@@ -352,28 +371,28 @@ class _Backward(NamedTuple):
     @property
     def on_input(self) -> Tensor | None:
         """Router weights, if they multiply the rows of the first GEMM."""
-        return self.given.topk_weights if self.settings.on_input else None
+        return self.operands.topk_weights if self.settings.on_input else None
 
     @property
     def on_output(self) -> Tensor | None:
         """Router weights, if they multiply the experts' results."""
         on_output = self.settings.summed and not self.settings.on_input
-        return self.given.topk_weights if on_output else None
+        return self.operands.topk_weights if on_output else None
 
     @property
     def slots(self) -> tuple[Tensor, Tensor | None, int]:
         """Ids, expert map and El, which say what slots are skipped."""
-        return self.given.topk_ids, self.given.expert_map, self.space.num_local_experts
+        return self.operands.topk_ids, self.operands.expert_map, self.space.num_local_experts
 
     @property
     def first(self) -> tuple[Tensor | None, ...]:
         """Scales, zero points and global scales of the first weight."""
-        return self.given.w1_scale, self.given.w1_zero_point, self.given.w1_global_scale
+        return self.operands.w1_scale, self.operands.w1_zero_point, self.operands.w1_global_scale
 
     @property
     def second(self) -> tuple[Tensor | None, ...]:
         """Scales, zero points and global scales of the second weight."""
-        return self.given.w2_scale, self.given.w2_zero_point, self.given.w2_global_scale
+        return self.operands.w2_scale, self.operands.w2_zero_point, self.operands.w2_global_scale
 
     def _through(
         self,
@@ -388,13 +407,15 @@ class _Backward(NamedTuple):
         Returns:
             The product, and ``rows[s // top_k] @ B`` of rank r if there is an adapter.
         """
-        scheme, where = self.settings.scheme, ([*self.space.tiles], top_k)
+        scheme, tiles = self.settings.scheme, [*self.space.tiles]
         invariant = self.space.batch_invariant
         if scheme.weight is None:
-            how = (*where, scheme.key, rows.dtype, "", False, invariant)
-            through = ops.expert_product(rows, None, [w.transpose(1, 2)], None, *how)
+            back, dtype = [w.transpose(1, 2)], rows.dtype
+            through = ops.expert_product(
+                rows, None, back, None, tiles, top_k, scheme.key, dtype, batch_invariant=invariant
+            )
         else:
-            through = ops.expert_dgrad(rows, w, *scales, *where, scheme.key, invariant)
+            through = ops.expert_dgrad(rows, w, *scales, tiles, top_k, scheme.key, invariant)
         a, b = adapter
         if self.adapters is None or a is None:
             return through, None
@@ -405,13 +426,14 @@ class _Backward(NamedTuple):
     def _weight_gradient(self, dy: Tensor, x: Tensor, weights: Tensor | None, w: Tensor) -> Tensor:
         """``(weights * dy).T @ x`` over the slots of each expert, laid out as ``w`` is."""
         tiles, experts = [*self.space.tiles], self.space.num_local_experts
-        how = (self.settings.scheme.key, w.dtype, self.space.batch_invariant)
+        scheme, invariant = self.settings.scheme.key, self.space.batch_invariant
         if w.stride(-1) != 1 and weights is None:
-            return ops.expert_wgrad(x, dy, None, tiles, experts, *how).transpose(1, 2)
-        return ops.expert_wgrad(dy, x, weights, tiles, experts, *how)
+            dw = ops.expert_wgrad(x, dy, None, tiles, experts, scheme, w.dtype, invariant)
+            return dw.transpose(1, 2)
+        return ops.expert_wgrad(dy, x, weights, tiles, experts, scheme, w.dtype, invariant)
 
     def _bias_gradient(self, dy: Tensor, weights: Tensor | None, bias: Tensor) -> Tensor:
         """The sum of ``weights * dy`` over the slots of each expert."""
         tiles, experts = [*self.space.tiles], self.space.num_local_experts
-        how = (self.settings.scheme.key, self.space.batch_invariant)
-        return ops.expert_bias_grad(dy, weights, tiles, experts, *how).to(bias.dtype)
+        scheme, invariant = self.settings.scheme.key, self.space.batch_invariant
+        return ops.expert_bias_grad(dy, weights, tiles, experts, scheme, invariant).to(bias.dtype)

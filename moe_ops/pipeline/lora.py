@@ -70,8 +70,8 @@ def attach_lora_ids(topk_ids: Tensor, lora_ids: Tensor) -> None:
 
 def attached_lora_ids(topk_ids: Tensor | None) -> Tensor | None:
     """The ids that `attach_lora_ids` was given for this tensor; None: none."""
-    found: Tensor | None = getattr(topk_ids, _LORA_IDS, None)
-    return found
+    lora_ids: Tensor | None = getattr(topk_ids, _LORA_IDS, None)
+    return lora_ids
 
 
 class Factors(NamedTuple):
@@ -134,16 +134,16 @@ def adapter_ids(
     """``(T, k)`` int32: ``l * El + e`` for local expert e and adapter l; -1: no product."""
     _, ids, expert_map = routing
     count = num_experts if expert_map is None else expert_map.shape[0]
-    known = (ids >= 0) & (ids < count)
-    expert = torch.where(known, ids, 0)
+    valid = (ids >= 0) & (ids < count)
+    expert = torch.where(valid, ids, 0)
     if expert_map is not None:
         expert = expert_map[expert]
-        known = known & (expert >= 0) & (expert < num_experts)
+        valid = valid & (expert >= 0) & (expert < num_experts)
     if lora_ids is not None:
         adapter = lora_ids[:, None]
-        known = known & (adapter >= 0) & (adapter < num_adapters)
+        valid = valid & (adapter >= 0) & (adapter < num_adapters)
         expert = expert + adapter * num_experts
-    return torch.where(known, expert, -1).to(torch.int32)
+    return torch.where(valid, expert, -1).to(torch.int32)
 
 
 def adapter_rows(
@@ -158,9 +158,10 @@ def low_product(
     rows: Tensor, w: Tensor, space: SlotRows, top_k: int, weights: Tensor | None = None
 ) -> Tensor:
     """``weights[s] * rows[s // top_k] @ w[e].T``; rows of slots without an adapter: undefined."""
-    where, how = ([*space.tiles], top_k), (UNQUANTIZED.key, rows.dtype)
-    invariant = space.batch_invariant
-    return ops.expert_product(rows, None, [w], weights, *where, *how, batch_invariant=invariant)
+    tiles, scheme, invariant = [*space.tiles], UNQUANTIZED.key, space.batch_invariant
+    return ops.expert_product(
+        rows, None, [w], weights, tiles, top_k, scheme, rows.dtype, batch_invariant=invariant
+    )
 
 
 def add_product(
@@ -180,8 +181,9 @@ def add_product(
 
 def adapter_gradient(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:
     """``(weights * dy).T @ x`` over the slots of each pair of adapter and expert."""
-    how = (space.num_local_experts, UNQUANTIZED.key, dy.dtype, space.batch_invariant)
-    return ops.expert_wgrad(dy, x, weights, [*space.tiles], *how)
+    tiles, experts = [*space.tiles], space.num_local_experts
+    scheme, invariant = UNQUANTIZED.key, space.batch_invariant
+    return ops.expert_wgrad(dy, x, weights, tiles, experts, scheme, dy.dtype, invariant)
 
 
 def expert_lora(

@@ -60,19 +60,20 @@ def expert_product(
         batch_invariant: whether the plan is; each row is then multiplied by itself.
         out: the tensor to write to, in which other rows stay as they are; None: a new one.
     """
-    known, stored = get_scheme(scheme), ExpertWeight(*weight)
-    quant, num_experts = known.activation, num_experts_of(stored)
+    numbers, stored = get_scheme(scheme), ExpertWeight(*weight)
+    quant, num_experts = numbers.activation, num_experts_of(stored)
     rows: tuple[Any, Any] = a, a_scale
     if quant is not None and a.dtype != quant.dtype:
         _, topk_ids, expert_map = tiles
         rows = moe_quantize(a, a_scale, None, topk_ids, expert_map, num_experts, quant.key)
-    product = product_of(*rows, stored, known, batch_invariant)
+    product = product_of(*rows, stored, numbers, batch_invariant)
     inputs = rows[:1] if quant is None or quant.per_tensor else rows
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     then = Epilogue(stored.bias, topk_weights, activation)
     permuted = None if not expert_order else "out" if activation else "a"
-    where = (stored, tiles, rule, top_k)
-    return grouped(product, inputs, *where, out_dtype, then, permuted=permuted, out=out)
+    return grouped(
+        product, inputs, stored, tiles, rule, top_k, out_dtype, then, permuted=permuted, out=out
+    )
 
 
 def expert_product_out(
@@ -112,8 +113,9 @@ def expert_product_sum(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``; y is the `expert_product` of slots."""
-    how = (scheme, out_dtype, "", expert_order, batch_invariant)
-    y = expert_product(a, a_scale, weight, None, tiles, 1, *how)
+    y = expert_product(
+        a, a_scale, weight, None, tiles, 1, scheme, out_dtype, "", expert_order, batch_invariant
+    )
     _, topk_ids, expert_map = tiles
     num_experts = num_experts_of(ExpertWeight(*weight))
     return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_experts)

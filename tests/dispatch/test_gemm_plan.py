@@ -111,7 +111,10 @@ def test_who_quantizes():
     first, second = problems("fp8_block128", 4096)
     plan = plan_gemm(second, HOPPER)
     assert second.rows == EACH and plan.quantizes_rows and plan.gathered_rows
-    assert [buffer.name for buffer in plan.scratch][-2:] == ["packed rows", "scales of packed rows"]
+    assert [buffer.name for buffer in plan.scratch][-2:] == [
+        "gathered rows",
+        "scales of gathered rows",
+    ]
     stored = plan_gemm(second._replace(rows=STORED), HOPPER)
     assert not stored.quantizes_rows and stored.gathered_rows == plan.gathered_rows
     portable = plan_gemm(first._replace(boxes=False), HOPPER)

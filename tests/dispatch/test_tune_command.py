@@ -250,7 +250,7 @@ def test_trials_launch_hoppers_kernels(scheme, tokens, rows, made, monkeypatch):
 
     def record_constants(self, *given):
         c = self.constants
-        seen.append((c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, self.packed))
+        seen.append((c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, self.gathered))
         run(self, *given)
 
     monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", record_constants)

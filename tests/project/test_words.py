@@ -7,17 +7,6 @@ import textwrap
 from house_numbers import ROOT, trees
 
 FOLDERS = ("moe_ops", "fake_impls", "benchmarks")
-NOT_YET = (
-    "fake_impls/expert_product.py",
-    "moe_ops/kernels/_gemm/",
-    "moe_ops/kernels/_hopper/",
-    "moe_ops/kernels/expert_product.py",
-    "moe_ops/pipeline/backward.py",
-    "moe_ops/pipeline/lora.py",
-    "moe_ops/reference/expert_product.py",
-    "moe_ops/reference/products.py",
-)
-"""Files and folders whose names are still to be changed."""
 EXEMPT = {
     ("benchmarks/whole_models.py", "decode"): "a step of a language model, as the field says",
 }
@@ -25,11 +14,6 @@ EXEMPT = {
 ``weight_packed`` and the form ``packed`` keep their public and saved names.)"""
 MOST = 3
 """Values that a call may unpack from a tuple; more of them are passed by name, or as one value."""
-
-
-def rooms():
-    """The syntax trees of files whose names are changed."""
-    return {file: tree for file, tree in trees(FOLDERS).items() if not file.startswith(NOT_YET)}
 
 
 def replaced():
@@ -102,7 +86,7 @@ def test_old_words():
     assert {"packed", "decoded", "found", "known", "given", "how"} <= words
     old = {
         (file, name): line
-        for file, tree in rooms().items()
+        for file, tree in trees(FOLDERS).items()
         for name, line in defined(tree)
         if name in words
     }
@@ -110,7 +94,9 @@ def test_old_words():
 
 
 def test_calls_unpack_no_long_tuples():
-    assert not [f"{file}:{line}" for file, tree in rooms().items() for line in unpacked(tree)]
+    assert not [
+        f"{file}:{line}" for file, tree in trees(FOLDERS).items() for line in unpacked(tree)
+    ]
     text = (
         "def f(a: tuple[int, str, int, int], b: tuple[int, ...]):\n    c, d = (1, 2), (1, 2, 3, 4)"
     )
@@ -119,11 +105,7 @@ def test_calls_unpack_no_long_tuples():
 
 
 def test_only_literals_are_not_formatted():
-    lines = {file: skipped(file, (ROOT / file).read_text()) for file in rooms()}
+    lines = {file: skipped(file, (ROOT / file).read_text()) for file in trees(FOLDERS)}
     assert not [f"{file}:{line}" for file in lines for line in lines[file]]
     text = "x = {  # fmt: skip\n}\nf(\n    1,\n)  # fmt: skip\n"
     assert [*skipped("a.py", textwrap.dedent(text))] == [5]
-
-
-def test_what_is_still_to_be_changed_is_there():
-    assert all((ROOT / path).exists() for path in NOT_YET)

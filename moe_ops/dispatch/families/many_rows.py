@@ -123,9 +123,9 @@ class Persistent(Tunable):
         if problem.permuted == "a" and not self.fragments:
             return plan._replace(scratch=scratch)
         rows = gathered_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
-        scratch = (*scratch, *rows_of(problem, rows, "packed rows"))
+        scratch = (*scratch, *rows_of(problem, rows, "gathered rows"))
         if problem.rounded:
-            scratch = (*scratch, BufferSpec("scales of packed rows", 4 * rows))
+            scratch = (*scratch, BufferSpec("scales of gathered rows", 4 * rows))
         return plan._replace(gathered_rows=rows, scratch=scratch)
 
 

@@ -59,27 +59,27 @@ def block_scaled_gemm_kernel(
     if expert < 0:
         return
     HALVES: tl.constexpr = 2 if FORMAT.up > 0 else 1
-    PACK: tl.constexpr = 2 if FORMAT.packed else 1
-    A_PACK: tl.constexpr = 2 if ROWS.packed else 1
-    ELEMENT: tl.constexpr = "e2m1" if FORMAT.packed else "e4m3"
-    A_ELEMENT: tl.constexpr = "e2m1" if ROWS.packed else "e4m3"
+    PACK: tl.constexpr = 2 if FORMAT.paired else 1
+    A_PACK: tl.constexpr = 2 if ROWS.paired else 1
+    ELEMENT: tl.constexpr = "e2m1" if FORMAT.paired else "e4m3"
+    A_ELEMENT: tl.constexpr = "e2m1" if ROWS.paired else "e4m3"
     GROUPS: tl.constexpr = (K + FORMAT.cols - 1) // FORMAT.cols
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     each = tl.arange(0, BLOCK_N * HALVES)
     column = pid_n * BLOCK_N + each // HALVES
     row, inside = FORMAT.step * column + FORMAT.up * (each % HALVES), column < N
     row_inside = None if N % BLOCK_N == 0 else inside
-    packed = tl.arange(0, BLOCK_K // PACK)
+    entry = tl.arange(0, BLOCK_K // PACK)
     a_tile, a_k = row_pointers(a, slot // TOP_K, stride_am, BLOCK_K, ROWS)
     a_scales = row_scales(a_scale, expert, slot // TOP_K, stride_se, stride_sm)
-    w_tile = w + expert * stride_we + row[:, None] * stride_wn + packed[None, :] * stride_wk
+    w_tile = w + expert * stride_we + row[:, None] * stride_wn + entry[None, :] * stride_wk
     scales = per_row(w_scale, expert, row, FORMAT.rows, GROUPS, FORMAT)
 
     acc = tl.zeros((BLOCK_N * HALVES, BLOCK_M), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         at, a_at = start // PACK, start // A_PACK
         y = load_tile(
-            w_tile + at * stride_wk, packed + at, row_inside, K // PACK, BLOCK_K // PACK, 1
+            w_tile + at * stride_wk, entry + at, row_inside, K // PACK, BLOCK_K // PACK, 1
         )
         x = load_tile(a_tile + a_at, a_k + a_at, real, K // A_PACK, BLOCK_K // A_PACK, 0)
         y_scale = load_scales(scales, start, inside, K, BLOCK_K, FORMAT)

@@ -111,19 +111,21 @@ class DenseGemm:
             sizes = with_own_plan(sizes, tiles)
         self.rule, self.part = sizes.rule, cuts_up(sizes, tiles)
         self.programs = max_programs(sizes, tiles)
-        how = (sizes.n, sizes.k, problem.top_k, problem.permuted, problem.activation, tiles)
-        self.launch = _launch(*how, problem.adds)
+        self.launch = _launch(
+            sizes.n, sizes.k, problem.top_k, problem.permuted, problem.activation, tiles,
+            problem.adds,
+        )  # fmt: skip
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
-        a, w, num_slots, tiles = given.a, given.weight.data, out.shape[0], given.tiles
+        a, w, num_slots, tiles = operands.a, operands.weight.data, out.shape[0], operands.tiles
         if self.sorts:
-            tiles = (sorted_slots(*tiles[1:], given.num_experts, self.rule), *tiles[1:])
-        told = tile_arguments(tiles, num_slots, w.shape[0], given.weight.rows)
+            tiles = (sorted_slots(*tiles[1:], operands.num_experts, self.rule), *tiles[1:])
+        told = tile_arguments(tiles, num_slots, w.shape[0], operands.weight.rows)
         if self.part and told[3] is None:  # a plan for Hopper's kernels, which do not serve
             plan = split_tiles(told[0], num_slots, told[4], self.rule, self.part)
             told = (plan, *told[1:-1], plan.shape[0])
-        vectors = dense(given.weight.bias), dense(given.topk_weights)
+        vectors = dense(operands.weight.bias), dense(operands.topk_weights)
         self.launch((self.programs,), a, w, *vectors, out, *told, a.stride(0), *w.stride())
 
 

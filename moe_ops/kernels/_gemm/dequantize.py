@@ -31,7 +31,7 @@ class Format(NamedTuple):
     """Weight rows per expert."""
     bits: int
     """Bits per number: 4, 6 or 8."""
-    packed: bool
+    paired: bool
     """Whether an entry holds two neighbours along K: a byte two 4-bit numbers, a word two bytes."""
     exponent: int
     """Exponent bits of a float; 0: an integer."""
@@ -69,7 +69,7 @@ def pairs(stored, FORMAT: tl.constexpr):
     high bits, the other bits undefined.
     """
     LIFT: tl.constexpr = 16 - FORMAT.bits if FORMAT.exponent > 0 else 0
-    if FORMAT.packed:
+    if FORMAT.paired:
         APART: tl.constexpr = 4 if FORMAT.bits == 4 else 8  # bits from one number to the next
         ONES: tl.constexpr = (1 << FORMAT.bits) - 1
         both = stored.to(tl.int32)
@@ -125,7 +125,7 @@ def floats(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 def wide(stored, FORMAT: tl.constexpr):
     """Integers minus their offset, or small floats still to be multiplied by `missing`: float32."""
     code = stored.to(tl.int32)
-    if FORMAT.packed:
+    if FORMAT.paired:
         APART: tl.constexpr = 4 if FORMAT.bits == 4 else 8
         low, high = code & ((1 << APART) - 1), code >> APART
         both = tl.permute(tl.join(low, high), (0, 2, 1))

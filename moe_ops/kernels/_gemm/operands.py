@@ -37,9 +37,9 @@ class GemmOperands(NamedTuple):
     def facts(self) -> tuple[Any, ...]:
         """A cache key: all that size checks and the choice of a kernel read of the operands."""
         a, a_scale, (w, bias, *scales), weights, tiles, _ = self
-        found = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
-        found += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))
-        found += [None if x is None else x.shape for x in (bias, weights, *tiles)]
+        facts = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
+        facts += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))
+        facts += [None if x is None else x.shape for x in (bias, weights, *tiles)]
         for x in (a_scale, *scales):
-            found += (None,) if x is None else (x.shape, x.dtype)
-        return tuple(found)
+            facts += (None,) if x is None else (x.shape, x.dtype)
+        return tuple(facts)

@@ -31,8 +31,8 @@ def _to_rows_kernel(source, rows, out, count, num_experts, PLAN: tl.constexpr, B
     is_expert = at < count
     if PLAN:
         is_expert = (at >= tl.load(source + 1)) & (at < tl.load(source + 2))
-    known = is_expert & (value >= 0) & (value < num_experts)
-    row = tl.load(rows + tl.where(known, value, 0), mask=known, other=-1)
+    valid = is_expert & (value >= 0) & (value < num_experts)
+    row = tl.load(rows + tl.where(valid, value, 0), mask=valid, other=-1)
     tl.store(out + at, tl.where(is_expert, row, value).to(tl.int32), mask=at < count)
 
 

@@ -45,7 +45,7 @@ MOST = 8192
 
 def call_gemm(
     operator: str,
-    given: GemmOperands,
+    operands: GemmOperands,
     settings: tuple[Any, ...],
     empty: Callable[[], Tensor],
     config: KernelTiles | None = None,
@@ -59,42 +59,44 @@ def call_gemm(
 
     Args:
         operator: one of `GEMMS`.
-        given: the operands.
+        operands: the operands.
         settings: the arguments in `SETTINGS`, and what else decides.
         empty: checks the sizes, and returns the result, not filled yet.
         config: tiles to use instead of those of the plan.
         out: the tensor to write to; None: a new one.
     """
-    facts = device_facts(given.a.device)
-    key = (operator, given.facts, settings, facts, config, tuned.TABLES)
-    known = PREPARED.get(key)
-    if known is None:
+    facts = device_facts(operands.a.device)
+    key = (operator, operands.facts, settings, facts, config, tuned.TABLES)
+    prepared = PREPARED.get(key)
+    if prepared is None:
         result = empty()
-        named = given._asdict() | dict(zip(SETTINGS, settings, strict=False))
+        named = operands._asdict() | dict(zip(SETTINGS, settings, strict=False))
         problem = problem_of(operands_of(operator, named))
-        known = Prepared(result.shape, result.dtype, *_ready(problem, facts, config, tuned.TABLES))
+        prepared = Prepared(
+            result.shape, result.dtype, *_ready(problem, facts, config, tuned.TABLES)
+        )
         if len(PREPARED) >= MOST:
             PREPARED.clear()
-        PREPARED[key] = known
+        PREPARED[key] = prepared
     else:
-        result = given.a.new_empty(known.shape, dtype=known.dtype) if out is None else out
-    _run(result, given, known.kernel, known.quant)
+        result = operands.a.new_empty(prepared.shape, dtype=prepared.dtype) if out is None else out
+    _run(result, operands, prepared.kernel, prepared.quant)
     return result
 
 
-def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant | None) -> None:
+def _run(out: Tensor, operands: GemmOperands, kernel: Kernel | None, quant: Quant | None) -> None:
     """Fill ``out``, after quantizing the rows if ``quant`` is given."""
     if kernel is None:
         return
-    if given.a.stride(1) != 1:
-        given = given._replace(a=given.a.contiguous())
+    if operands.a.stride(1) != 1:
+        operands = operands._replace(a=operands.a.contiguous())
     if quant is not None:
-        routing = given.tiles[1:]
+        routing = operands.tiles[1:]
         rows, scale = moe_quantize(
-            given.a, given.a_scale, None, *routing, given.num_experts, quant.key
+            operands.a, operands.a_scale, None, *routing, operands.num_experts, quant.key
         )
-        given = given._replace(a=rows, a_scale=scale)
-    kernel(out, given)
+        operands = operands._replace(a=rows, a_scale=scale)
+    kernel(out, operands)
 
 
 def launcher(family: Family) -> Callable[..., Kernel]:
@@ -124,10 +126,10 @@ class SumAfter:
     def __init__(self, gemm: Kernel) -> None:
         self.gemm = gemm
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[t] = sum_j topk_weights[t, j] * product[t * k + j]``."""
-        product = out.new_empty(given.a.shape[0], out.shape[1])
-        self.gemm(product, given._replace(topk_weights=None))
-        _, topk_ids, expert_map = given.tiles
-        skipped = (topk_ids, expert_map, None, given.num_experts)
-        moe_fused_mul_sum_out(product, given.topk_weights, *skipped, out=out)
+        product = out.new_empty(operands.a.shape[0], out.shape[1])
+        self.gemm(product, operands._replace(topk_weights=None))
+        _, topk_ids, expert_map = operands.tiles
+        weights, num_experts = operands.topk_weights, operands.num_experts
+        moe_fused_mul_sum_out(product, weights, topk_ids, expert_map, None, num_experts, out=out)

@@ -207,13 +207,16 @@ class ScaledGemm:
         self.quant, self.programs = problem.quant, max_programs(problem.sizes, plan.config)
         self.launch = _launch(Variant.of(problem), plan.config)
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
-        a, a_scale, w = given.a, given.a_scale, given.weight.data
-        operands = (a, dense(a_scale), w, dense(given.weight.scale), dense(given.weight.bias), out)
-        told = tile_arguments(given.tiles, out.shape[0], w.shape[0], given.weight.rows)
-        strides = (a.stride(0), *_scale_strides(a, a_scale, self.quant), *w.stride())
-        self.launch((self.programs,), *operands, *told, *strides)
+        a, a_scale, w = operands.a, operands.a_scale, operands.weight.data
+        scales, bias = (dense(a_scale), dense(operands.weight.scale)), dense(operands.weight.bias)
+        told = tile_arguments(operands.tiles, out.shape[0], w.shape[0], operands.weight.rows)
+        strides = _scale_strides(a, a_scale, self.quant)
+        self.launch(
+            (self.programs,), a, scales[0], w, scales[1], bias, out, *told,
+            a.stride(0), *strides, *w.stride(),
+        )  # fmt: skip
 
 
 class Variant(NamedTuple):

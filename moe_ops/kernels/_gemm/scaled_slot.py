@@ -37,10 +37,10 @@ BYTES_AT_ONCE = 256
 
 
 @triton.jit
-def scale_of_row(row, given, K: tl.constexpr, QUANT: tl.constexpr, CHUNK: tl.constexpr):
+def scale_of_row(row, static_scale, K: tl.constexpr, QUANT: tl.constexpr, CHUNK: tl.constexpr):
     """The scale (1,) of a whole row: the given one, or one from the row's largest magnitude."""
-    if given is not None:
-        scale = tl.load(given + tl.arange(0, 1)).to(tl.float32)
+    if static_scale is not None:
+        scale = tl.load(static_scale + tl.arange(0, 1)).to(tl.float32)
     else:
         most = tl.zeros((1,), dtype=tl.int32)
         for start in tl.static_range(0, K, CHUNK):
@@ -155,13 +155,15 @@ class SlotGemm:
         self.programs = max_programs(sizes, tiles)
         self.launch = _launch(Variant.of(problem), chunk, tiles)
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program per slot and tile of columns."""
-        a, w = given.a, given.weight.data
-        scales = dense(given.a_scale), dense(given.weight.scale)
-        told = tile_arguments(given.tiles, out.shape[0], w.shape[0], given.weight.rows)
-        operands = (a, scales[0], w, scales[1], dense(given.weight.bias), out)
-        self.launch((self.programs,), *operands, *told, a.stride(0), *w.stride())
+        a, w = operands.a, operands.weight.data
+        scales = dense(operands.a_scale), dense(operands.weight.scale)
+        told = tile_arguments(operands.tiles, out.shape[0], w.shape[0], operands.weight.rows)
+        bias = dense(operands.weight.bias)
+        self.launch(
+            (self.programs,), a, scales[0], w, scales[1], bias, out, *told, a.stride(0), *w.stride()
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -42,16 +42,16 @@ def _floats(word, register):
     both = word * 0
     for bit in tl.static_range(4):
         place = (_places(bit) >> (4 * register)) & 15
-        found = (word >> place) & 0x00010001
+        bits = (word >> place) & 0x00010001
         if bit == 3:  # register 2 has its signs in the other halves
-            found = tl.where(register == 2, found >> 16 | (found & 1) << 16, found)
-        both |= found << bit
+            bits = tl.where(register == 2, bits >> 16 | (bits & 1) << 16, bits)
+        both |= bits << bit
     return both
 
 
 @triton.jit
 def _unpack_kernel(
-    packed, out, num_chunks,
+    words, out, num_chunks,
     BITS: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Restore ROWS rows of CHUNKS chunks; ``num_chunks`` are along K."""
@@ -62,7 +62,7 @@ def _unpack_kernel(
     inside = chunk < num_chunks
     first = tl.program_id(0).to(tl.int64) * num_chunks * (ROWS * EACH)
     thread = row // 16 * 32 + row % 16 // 2 * 4
-    source = packed + first + chunk * (ROWS * EACH)
+    source = words + first + chunk * (ROWS * EACH)
     value = tl.zeros((ROWS, CHUNKS * EACH), tl.int32)
     if BITS == 4:  # columns 8 * word to 8 * word + 7
         register = row % 2 + 2 * (word % 2)
@@ -87,18 +87,18 @@ def _launch(bits: int, spread: bool) -> Launch:
     return Launch(_unpack_kernel, BITS=bits, SPREAD=spread, **sizes)
 
 
-def plain_data(packed: Tensor, quant: Quant) -> Tensor:
+def plain_data(words: Tensor, quant: Quant) -> Tensor:
     """Restore the data ``(E, N, K)`` of a packed weight, without its scales.
 
     Args:
-        packed: int32 ``(E, N, K * bits / 32)``.
+        words: int32 ``(E, N, K * bits / 32)``.
         quant: how the weight is quantized.
     """
-    experts, n, width = packed.shape
+    experts, n, width = words.shape
     bits = quant.element.stored_bits
-    out = torch.empty_like(packed)
-    num_chunks = width * packed.dtype.itemsize * 8 // bits // CHUNK
+    out = torch.empty_like(words)
+    num_chunks = width * words.dtype.itemsize * 8 // bits // CHUNK
     grid = (experts * n // CHUNK, cdiv(num_chunks, CHUNKS))
     if grid[0] and grid[1]:
-        _launch(bits, bits_spread(quant))(grid, packed, out, num_chunks)
+        _launch(bits, bits_spread(quant))(grid, words, out, num_chunks)
     return out.view(quant.dtype)

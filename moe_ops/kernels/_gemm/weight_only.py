@@ -80,7 +80,7 @@ def row_pointers(a, row, stride_am, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
         k = tl.arange(0, BLOCK_K)
         tile = a + row[:, None] * stride_am + k[None, :]
     else:
-        k = tl.arange(0, BLOCK_K // 2 if ROWS.packed else BLOCK_K)
+        k = tl.arange(0, BLOCK_K // 2 if ROWS.paired else BLOCK_K)
         tile = a + row[None, :] * stride_am + k[:, None]
     return tile, k
 
@@ -105,7 +105,7 @@ def load_rows(
     if ROWS is None:
         x = load_tile(tile + start, k + start, real, K, BLOCK_K, 1)
     else:
-        PACK: tl.constexpr = 2 if ROWS.packed else 1
+        PACK: tl.constexpr = 2 if ROWS.paired else 1
         first = start // PACK
         stored = load_tile(tile + first, k + first, real, K // PACK, BLOCK_K // PACK, 0)
         scale = None
@@ -170,17 +170,17 @@ def weight_only_gemm_kernel(
     )  # fmt: skip
     if expert < 0:
         return
-    PACK: tl.constexpr = 2 if FORMAT.packed else 1
+    PACK: tl.constexpr = 2 if FORMAT.paired else 1
     SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1  # rows whose zero points share a byte
     GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     row, u_row = FORMAT.step * n, FORMAT.step * n + FORMAT.up
-    packed = tl.arange(0, BLOCK_K // PACK)
+    entry = tl.arange(0, BLOCK_K // PACK)
     a_tile, a_k = row_pointers(a, slot // TOP_K, stride_am, BLOCK_K, ROWS)
     a_scales = row_scales(a_scale, expert, slot // TOP_K, stride_se, stride_sm)
-    w_tile = w + expert * stride_we + row[None, :] * stride_wn + packed[:, None] * stride_wk
+    w_tile = w + expert * stride_we + row[None, :] * stride_wn + entry[:, None] * stride_wk
     scales = per_row(w_scale, expert, row, FORMAT.rows, GROUPS, FORMAT)
     u_scales = per_row(w_scale, expert, u_row, FORMAT.rows, GROUPS, FORMAT)
     zeros = per_row(w_zero_point, expert, row, SHARE, GROUPS, FORMAT)
@@ -190,17 +190,22 @@ def weight_only_gemm_kernel(
     u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         x = load_rows(a_tile, a_scales, a_k, start, real, K, BLOCK_K, ROWS)
-        y_tile, p = w_tile + start // PACK * stride_wk, packed + start // PACK
+        y_tile, p = w_tile + start // PACK * stride_wk, entry + start // PACK
         y = load_tile(y_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
         g = add_product(g, x, y, scales, zeros, row, start, inside, K, BLOCK_K, FORMAT)
         if FORMAT.up > 0:
             z_tile = y_tile + FORMAT.up * stride_wn
             z = load_tile(z_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
             u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
-    more = (w_global_scale, bias, topk_weights, expert)
-    g = finish_sums(g, scales, a_scales, *more, row, slot, real, inside, FORMAT, ROWS)
+    g = finish_sums(
+        g, scales, a_scales, w_global_scale, bias, topk_weights, expert, row, slot, real, inside,
+        FORMAT, ROWS,
+    )  # fmt: skip
     if FORMAT.up > 0:
-        u = finish_sums(u, u_scales, a_scales, *more, u_row, slot, real, inside, FORMAT, ROWS)
+        u = finish_sums(
+            u, u_scales, a_scales, w_global_scale, bias, topk_weights, expert, u_row, slot, real,
+            inside, FORMAT, ROWS,
+        )  # fmt: skip
     if RULE is not None:
         g = activate(g, u, RULE)
     store_tile(out, g, slot, n, real, inside, N)
@@ -217,30 +222,30 @@ class StoredGemm:
         self.scheme = get_scheme(problem.scheme)
         self.programs = max_programs(problem.sizes, plan.config)
 
-    def viewed(self, given: GemmOperands) -> GemmOperands:
+    def viewed(self, operands: GemmOperands) -> GemmOperands:
         """The operands with stored values viewed as the kernel loads them."""
-        return given
+        return operands
 
-    def vectors(self, given: GemmOperands) -> tuple[Tensor | None, ...]:
+    def vectors(self, operands: GemmOperands) -> tuple[Tensor | None, ...]:
         """The kernel's arguments between the weight's scales and the result."""
-        return given.weight.global_scale, given.weight.bias
+        return operands.weight.global_scale, operands.weight.bias
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
-        given = self.viewed(given)
-        a, w, num_experts = given.a, given.weight.data, given.weight.data.shape[0]
-        variant = Variant.of(self.problem, given, self.scheme)
+        operands = self.viewed(operands)
+        a, w, num_experts = operands.a, operands.weight.data, operands.weight.data.shape[0]
+        variant = Variant.of(self.problem, operands, self.scheme)
         _launch(type(self), variant, self.tiles)(
             (self.programs,),
             a,
-            as_bytes(dense(given.a_scale)),
+            as_bytes(dense(operands.a_scale)),
             w,
-            as_bytes(dense(given.weight.scale)),
-            *map(dense, self.vectors(given)),
+            as_bytes(dense(operands.weight.scale)),
+            *map(dense, self.vectors(operands)),
             out,
-            *tile_arguments(given.tiles, out.shape[0], num_experts, given.weight.rows),
+            *tile_arguments(operands.tiles, out.shape[0], num_experts, operands.weight.rows),
             a.stride(0),
-            *scale_strides(given.a_scale, self.scheme.activation, num_experts),
+            *scale_strides(operands.a_scale, self.scheme.activation, num_experts),
             *w.stride(),
         )
 
@@ -250,19 +255,19 @@ class DequantizeGemm(StoredGemm):
 
     kernel = weight_only_gemm_kernel
 
-    def viewed(self, given: GemmOperands) -> GemmOperands:
+    def viewed(self, operands: GemmOperands) -> GemmOperands:
         """View stored values as `entries`."""
-        weight = given.weight
+        weight = operands.weight
         data = entries(weight.data, self.scheme.weight)
-        given = given._replace(weight=weight._replace(data=data))
+        operands = operands._replace(weight=weight._replace(data=data))
         if self.scheme.activation is not None:
-            given = given._replace(a=entries(given.a, self.scheme.activation))
-        return given
+            operands = operands._replace(a=entries(operands.a, self.scheme.activation))
+        return operands
 
-    def vectors(self, given: GemmOperands) -> tuple[Tensor | None, ...]:
+    def vectors(self, operands: GemmOperands) -> tuple[Tensor | None, ...]:
         """The kernel's arguments between the weight's scales and the result."""
-        weight = given.weight
-        return weight.zero_point, weight.global_scale, weight.bias, given.topk_weights
+        weight = operands.weight
+        return weight.zero_point, weight.global_scale, weight.bias, operands.topk_weights
 
 
 class Variant(NamedTuple):
@@ -284,15 +289,22 @@ class Variant(NamedTuple):
     """Whether the kernel loads words of two neighbours along K from quantized rows."""
 
     @staticmethod
-    def of(problem: GemmProblem, given: GemmOperands, scheme: Scheme) -> Variant:
+    def of(problem: GemmProblem, operands: GemmOperands, scheme: Scheme) -> Variant:
         """The variant of a call."""
-        sizes, (num_experts, rows, _) = problem.sizes, given.weight.data.shape
-        scale, factor = given.weight.scale, given.weight.global_scale
+        sizes, (num_experts, rows, _) = problem.sizes, operands.weight.data.shape
+        scale, factor = operands.weight.scale, operands.weight.global_scale
         halves = 1 if factor is None else factor.numel() // num_experts
-        shares = (rows_per_scale(scale, scheme.weight, rows), rows // halves)
-        what = (sizes.n, sizes.k, problem.top_k, scheme, problem.activation)
-        words = (x.dtype == torch.uint16 for x in (given.weight.data, given.a))
-        return Variant(*what, *shares, *words)
+        return Variant(
+            n=sizes.n,
+            k=sizes.k,
+            top_k=problem.top_k,
+            scheme=scheme,
+            activation=problem.activation,
+            scale_rows=rows_per_scale(scale, scheme.weight, rows),
+            global_rows=rows // halves,
+            words=operands.weight.data.dtype == torch.uint16,
+            row_words=operands.a.dtype == torch.uint16,
+        )
 
     def weight_format(self, tiles: TileConfig) -> Format:
         """The `Format` of the weights for these tiles."""
@@ -303,7 +315,7 @@ class Variant(NamedTuple):
             step=step,
             up=up,
             weight_rows=count,
-            packed=quant.element.values_per_byte == 2 or self.words,
+            paired=quant.element.values_per_byte == 2 or self.words,
             cols=cols,
             in_tile=cols is not None and (cols < tiles.block_k or tiles.block_m > 32),
             rows=rows,
@@ -321,7 +333,7 @@ class Variant(NamedTuple):
             step=1,
             up=0,
             weight_rows=0,
-            packed=quant.element.values_per_byte == 2 or self.row_words,
+            paired=quant.element.values_per_byte == 2 or self.row_words,
             cols=cols,
             in_tile=cols is not None,
             rows=1,

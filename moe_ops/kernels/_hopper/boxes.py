@@ -42,17 +42,17 @@ class Boxes:
 
     def __init__(self, make: Callable[[Tensor], TensorDescriptor | None]) -> None:
         self.make = make
-        self.known: dict[Any, TensorDescriptor | None] = {}
+        self.made: dict[Any, TensorDescriptor | None] = {}
 
     def of(self, x: Tensor) -> TensorDescriptor | None:
         """The descriptor of a tensor, from the cache or made now."""
         place = (x.data_ptr(), x.shape, x.stride(), x.dtype)
-        found = self.known.get(place, self)
-        if found is self:
-            if len(self.known) >= MOST:
-                self.known.clear()
-            found = self.known[place] = self.make(x)
-        return found
+        box = self.made.get(place, self)
+        if box is self:
+            if len(self.made) >= MOST:
+                self.made.clear()
+            box = self.made[place] = self.make(x)
+        return box
 
 
 def descriptor(

@@ -136,14 +136,15 @@ def hopper_decode_few_kernel(
     a, stride_am, w_desc, scale_desc, zero_desc, bias, topk_weights, row_scale, out, global_scale,
     weight_scale, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(row_scale[s // TOP_K] * a[s // TOP_K] @ decoded(w[e]).T + bias[e])``."""
+    """``out[s] = f(row_scale[s // TOP_K] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``."""
     COPYING: gl.constexpr = copying_warps(C.BLOCK_M)
     descs = w_desc, scale_desc, zero_desc
     ring = make_ring(a.dtype.element_ty, descs, 1 + 32 * COPYING, C)
     take_turn()
     scales = global_scale, weight_scale
-    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
-    v = plan_arguments(scales, *told, C)
+    v = plan_arguments(
+        scales, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C
+    )  # fmt: skip
     added = bias, topk_weights, row_scale
     REGISTERS: gl.constexpr = copying_registers(C.BLOCK_M)
     if C.GROUPS == 1:

@@ -118,7 +118,7 @@ class Constants(TiledLayout):
 
     @cached_property
     def many(self) -> Launch:
-        """The launch of the kernel for many rows; without PDL, see `gemm.Constants.packed`."""
+        """The launch of the kernel for many rows; without PDL, see `gemm.Constants.gathered`."""
         return Launch(hopper_decode_many_kernel, C=self, num_warps=4, launch_pdl=False)
 
     @cached_property
@@ -233,68 +233,71 @@ class DecodeGemm:
     """A kernel for packed weights, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
-        self.problem, self.tiles, self.packed_rows = problem, plan.config, plan.gathered_rows
+        self.problem, self.tiles, self.num_rows = problem, plan.config, plan.gathered_rows
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
-        c = constants(self.problem, self.tiles, variant_of(self.problem, given))
-        weight, experts = given.weight, given.weight.data.shape[0]
-        told = tile_arguments(given.tiles, out.shape[0], experts, weight.rows)
+        c = constants(self.problem, self.tiles, variant_of(self.problem, operands))
+        weight, experts = operands.weight, operands.weight.data.shape[0]
+        told = tile_arguments(operands.tiles, out.shape[0], experts, weight.rows)
         quant = get_scheme(self.problem.scheme).activation
         words, scale = c.words.of(weight.data), weight.scale
         scales = c.scales.of(scale) if c.STAGE_GROUPS else None
         zeros = c.zeros.of(weight.zero_point) if c.ZERO_BYTES else None
         boxes = words, scales, zeros
         bias, weights, factor, scale = dense_vectors(
-            weight.bias, given.topk_weights, weight.global_scale, scale
+            weight.bias, operands.topk_weights, weight.global_scale, scale
         )
         added, factors = (bias, weights), (factor, scale)
         processors = device_facts(out.device).processors
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], told[4], c.BLOCK_M) * c.NUM_N
             programs = min(c.CTAS * processors, most)
-            rows, row_scale = wide(given, quant)
+            rows, row_scale = wide(operands, quant)
             c.few(
                 (programs,), rows, rows.stride(0), *boxes, *added, row_scale, out, *factors, *told
             )
         else:
             plan, _, num_slots, *_ = told
-            rows, row_scale = self.packed(given, quant, plan, num_slots)
+            rows, row_scale = self.gathered(operands, quant, plan, num_slots)
             counter = plan.new_zeros(1) if c.ON_DEMAND else None
-            rest = (*added, row_scale, *factors, counter, *told)
-            c.many((processors,), out, c.rows.of(rows), *boxes, *rest)
+            c.many(
+                (processors,), out, c.rows.of(rows), *boxes, *added, row_scale, *factors, counter,
+                *told,
+            )  # fmt: skip
 
-    def packed(
-        self, given: GemmOperands, quant: Quant | None, plan: Tensor, num_slots: int
+    def gathered(
+        self, operands: GemmOperands, quant: Quant | None, plan: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor | None]:
         """Gather the rows in plan order, in 16 bits; return the rows and their scales."""
-        how = (plan, num_slots, self.packed_rows, self.problem.top_k)
+        a, num_rows, top_k, wider = operands.a, self.num_rows, self.problem.top_k, torch.bfloat16
         if quant is None:
-            return pack_rows(given.a, None, *how)
-        if given.a.dtype == quant.dtype:
-            return pack_rows(given.a, dense(given.a_scale), *how, torch.bfloat16)
-        return quantize_rows(given.a, None, quant, *how, torch.bfloat16)
+            return pack_rows(a, None, plan, num_slots, num_rows, top_k)
+        if a.dtype == quant.dtype:
+            scale = dense(operands.a_scale)
+            return pack_rows(a, scale, plan, num_slots, num_rows, top_k, wider)
+        return quantize_rows(a, None, quant, plan, num_slots, num_rows, top_k, wider)
 
 
-def wide(given: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:
+def wide(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:
     """Rows in 16 bits, and their scales: quantized rows become bf16, which holds all of fp8.
 
     A copy, not a conversion where rows are loaded: each tile loads them, and the kernel that
     quantizes them writes bf16 at the same cost.
     """
     if quant is None:
-        return given.a, None
-    if given.a.dtype == quant.dtype:
-        return given.a.to(torch.bfloat16), dense(given.a_scale)
-    _, topk_ids, expert_map = given.tiles
-    return wide_rows(given.a, topk_ids, expert_map, given.num_experts, quant)
+        return operands.a, None
+    if operands.a.dtype == quant.dtype:
+        return operands.a.to(torch.bfloat16), dense(operands.a_scale)
+    _, topk_ids, expert_map = operands.tiles
+    return wide_rows(operands.a, topk_ids, expert_map, operands.num_experts, quant)
 
 
-def variant_of(problem: GemmProblem, given: GemmOperands) -> Variant:
+def variant_of(problem: GemmProblem, operands: GemmOperands) -> Variant:
     """The `Variant` of a GEMM's operands."""
-    rows, factor = problem.weight[1], given.weight.global_scale
+    rows, factor = problem.weight[1], operands.weight.global_scale
     quant = get_scheme(problem.scheme).weight
-    scale_rows = rows_per_scale(given.weight.scale, quant, rows)
-    global_rows = 0 if factor is None else rows // (factor.numel() // given.weight.data.shape[0])
-    half = given.a.dtype == torch.float16 and get_scheme(problem.scheme).activation is None
+    scale_rows = rows_per_scale(operands.weight.scale, quant, rows)
+    global_rows = 0 if factor is None else rows // (factor.numel() // operands.weight.data.shape[0])
+    half = operands.a.dtype == torch.float16 and get_scheme(problem.scheme).activation is None
     return Variant(half, scale_rows, global_rows)

@@ -18,7 +18,7 @@ from moe_ops.dispatch import hopper_decode
 from moe_ops.kernels._hopper.fragments import (
     UNIT,
     chunk_groups,
-    decoded,
+    dequantized,
     load_pairs,
     words_layout,
 )
@@ -83,11 +83,11 @@ def experts_of_jobs(choices, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr, S
     """
     PASSES: gl.constexpr = S.PASSES
     number = gl.arange(0, COUNT, layout=LAYOUT) % WARPS
-    found = ()
+    experts = ()
     for i in gl.static_range(PASSES):
         slot = ((first + i) * WARPS + number) // S.PARTS
-        found += (expert_of(choices, slot, slot < S.COUNT),)
-    return found
+        experts += (expert_of(choices, slot, slot < S.COUNT),)
+    return experts
 
 
 @gluon.jit
@@ -296,7 +296,7 @@ def add_round(ring, buffer, sums, C: gl.constexpr, S: gl.constexpr):
         rows = rows.load(gl.DotOperandLayout(1, LAYOUT, 2))
         more = ()
         for s in gl.static_range(STRIPS):
-            w = decoded(load_chunk(ring, buffer * STRIPS + s, i, C, S), ring.rows.dtype, DOT, C)
+            w = dequantized(load_chunk(ring, buffer * STRIPS + s, i, C, S), ring.rows.dtype, DOT, C)
             more += (mma_v2(w, rows, sums[s]),)
         sums = more
     return sums

@@ -104,26 +104,25 @@ class DecodeJobs:
         blocks = problem.weight[1] // self.tiles.block_n
         self.programs = blocks if problem.summed else blocks * sizes.num_slots
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[s] = f(weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``; or the sum.
 
         The sum is ``out = sum_j weights[j] * round(a[j] @ dequantized(w[e]).T + bias[e])``.
         """
-        weight = given.weight
+        weight = operands.weight
         w, scale, zeros = weight.data, dense(weight.scale), dense(weight.zero_point)
-        _, topk_ids, expert_map = given.tiles
+        _, topk_ids, expert_map = operands.tiles
         if weight.rows is not None:
             expert_map = map_in_rows(expert_map, weight.rows)
         groups = scale.shape[1] if scale.ndim == 3 else 1
-        read = (weight.scale, weight.zero_point, topk_ids, expert_map)
-        early = given.early and all_dense(*read)
-        how = (variant_of(self.problem, given), self.jobs, groups, early)
-        launch = ready(self.problem, self.tiles, *how)
-        rows, row_scale = wide(given, get_scheme(self.problem.scheme).activation)
+        early = operands.early and all_dense(weight.scale, weight.zero_point, topk_ids, expert_map)
+        variant = variant_of(self.problem, operands)
+        launch = ready(self.problem, self.tiles, variant, self.jobs, groups, early)
+        rows, row_scale = wide(operands, get_scheme(self.problem.scheme).activation)
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
         bias, weights, factors, ids, mapped = dense_vectors(
-            weight.bias, given.topk_weights, weight.global_scale, topk_ids, expert_map
+            weight.bias, operands.topk_weights, weight.global_scale, topk_ids, expert_map
         )
         launch(
             (self.programs,),

@@ -91,7 +91,7 @@ def hopper_decode_many_kernel(
     weight_scale, counter, tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     C: gl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(row_scale[row of s] * a[row of s] @ decoded(w[e]).T + bias[e])``.
+    """``out[s] = f(row_scale[row of s] * a[row of s] @ dequantized(w[e]).T + bias[e])``.
 
     Padding rows are not written.
     """
@@ -101,8 +101,9 @@ def hopper_decode_many_kernel(
     fence_async_shared()
     take_turn(LONG=True)
     scales = global_scale, weight_scale
-    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
-    v = plan_arguments(scales, *told, C)
+    v = plan_arguments(
+        scales, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C
+    )  # fmt: skip
     added = bias, topk_weights, row_scale
     gl.warp_specialize(
         [

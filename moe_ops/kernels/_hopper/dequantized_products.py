@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels._hopper.dequantized_stage import CHUNKS, load_chunk, load_scales, unit_of
 from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
-from moe_ops.kernels._hopper.fragments import UNIT, decoded, scale_rows
+from moe_ops.kernels._hopper.fragments import UNIT, dequantized, scale_rows
 from moe_ops.kernels._hopper.ring import next_turn, stage_to_read
 from moe_ops.kernels._runtime.slots import HEADER
 
@@ -63,8 +63,8 @@ def under_way(sums):
 @gluon.jit
 def waited(LATER: gl.constexpr, products):
     """Wait until at most LATER products are in flight; return a unit's sums."""
-    found = warpgroup_mma_wait(LATER, products)
-    return found if len(products) > 1 else (found,)
+    sums = warpgroup_mma_wait(LATER, products)
+    return sums if len(products) > 1 else (sums,)
 
 
 @gluon.jit
@@ -89,14 +89,14 @@ def add_together(
     next0 = load_chunk(ring, stage, 0, FIRST, C)
     for chunk in gl.static_range(CHUNKS):
         next1 = load_chunk(ring, stage, chunk, FIRST + 1, C)
-        w0 = decoded(next0, DTYPE, DOT, C)
+        w0 = dequantized(next0, DTYPE, DOT, C)
         if FENCED and chunk == 0:
             fence_async_shared()
         p0 = add_chunk(ring, stage, chunk, w0, sum0, ROWS, C)
         if chunk + 1 < CHUNKS:
             next0 = load_chunk(ring, stage, chunk + 1, FIRST, C)
         sum1 = waited(PIECES, p1)
-        w1 = decoded(next1, DTYPE, DOT, C)
+        w1 = dequantized(next1, DTYPE, DOT, C)
         p1 = add_chunk(ring, stage, chunk, w1, sum1, ROWS, C)
         sum0 = waited(PIECES, p0)
     return sum0, waited(0, p1)
@@ -114,7 +114,7 @@ def add_alone(ring, stage, sums, C: gl.constexpr):
         rows = rows.load(gl.DotOperandLayout(1, LAYOUT, 2))
         more = ()
         for i in gl.static_range(UNITS):
-            w = decoded(load_chunk(ring, stage, chunk, i, C), ring.rows.dtype, DOT, C)
+            w = dequantized(load_chunk(ring, stage, chunk, i, C), ring.rows.dtype, DOT, C)
             more += ((mma_v2(w, rows, sums[i][0]),),)
         sums = more
     return sums
@@ -134,7 +134,7 @@ def add_unit(ring, stage, acc, unit: gl.constexpr, C: gl.constexpr):
     coming = load_chunk(ring, stage, 0, unit, C)
     for chunk in gl.static_range(CHUNKS):
         rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M, ROWS, 0).permute((1, 0))
-        w = decoded(coming, DTYPE, DOT, C)
+        w = dequantized(coming, DTYPE, DOT, C)
         if chunk == 0:
             fence_async_shared()  # see `add_together`
         if chunk + 1 < CHUNKS:

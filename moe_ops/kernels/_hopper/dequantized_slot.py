@@ -27,14 +27,14 @@ from moe_ops.kernels._runtime.dependent import take_turn
 
 
 @gluon.jit
-def strip_result(sums, i: gl.constexpr, strip, expert, added, given, C: gl.constexpr):
+def strip_result(sums, i: gl.constexpr, strip, expert, added, factors_and_bias, C: gl.constexpr):
     """The finished sums of a strip's rows."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     row_scale, weight = added
     row = strip * ROWS + gl.arange(0, ROWS, layout=LAYOUT)
     acc = add_parts(sums, i * WARPS, WARPS, LAYOUT)
     at = expert.to(gl.int64) * C.WEIGHT_ROWS + row
-    return finish_sums(acc, row_scale, weight, given, at, None, None, C)
+    return finish_sums(acc, row_scale, weight, factors_and_bias, at, None, None, C)
 
 
 @gluon.jit
@@ -46,7 +46,9 @@ def store_strip(out, value, column, inside):
 
 
 @gluon.jit
-def store_strips(out, sums, block, expert, inside, added, given, C: gl.constexpr, S: gl.constexpr):
+def store_strips(
+    out, sums, block, expert, inside, added, factors_and_bias, C: gl.constexpr, S: gl.constexpr
+):
     """Apply what follows the products, and store a slot's row."""
     RULE: gl.constexpr = C.RULE
     STRIPS: gl.constexpr = S.STRIPS
@@ -54,13 +56,13 @@ def store_strips(out, sums, block, expert, inside, added, given, C: gl.constexpr
     if C.APART > 0:
         for i in gl.static_range(HALF):
             strip, above = strip_of(block, i, C, S), strip_of(block, i + HALF, C, S)
-            g = strip_result(sums, i, strip, expert, added, given, C)
-            u = strip_result(sums, i + HALF, above, expert, added, given, C)
+            g = strip_result(sums, i, strip, expert, added, factors_and_bias, C)
+            u = strip_result(sums, i + HALF, above, expert, added, factors_and_bias, C)
             store_strip(out, activate(g, u, RULE), strip * ROWS, inside)
     else:
         for i in gl.static_range(STRIPS):
             strip = strip_of(block, i, C, S)
-            acc = strip_result(sums, i, strip, expert, added, given, C)
+            acc = strip_result(sums, i, strip, expert, added, factors_and_bias, C)
             value = activate_rows(acc, RULE, 1, None)
             store_strip(out, value, strip * value.shape[0], inside)
 
@@ -70,7 +72,7 @@ def hopper_decode_slot_kernel(
     a, stride_am, words, stride_we, scale, zeros, bias, topk_weights, row_scale, out, factors,
     topk_ids, expert_map, num_ids, num_experts, C: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(row_scale[s // TOP_K] * a[s // TOP_K] @ decoded(w[e]).T + bias[e])``.
+    """``out[s] = f(row_scale[s // TOP_K] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
 
     ``e = ids[s]``; slots without an expert here are skipped.
     """
@@ -91,5 +93,11 @@ def hopper_decode_slot_kernel(
         of_row = gl.load(row_scale + slot // C.TOP_K)
     if topk_weights is not None:
         weight = gl.load(topk_weights + slot).to(gl.float32)
-    to, added, given = out + slot.to(gl.int64) * C.N, (of_row, weight), (scale, factors, bias)
-    store_strips(to, by_job, block, gl.maximum(expert, 0), expert >= 0, added, given, C, S)
+    to, added, factors_and_bias = (
+        out + slot.to(gl.int64) * C.N,
+        (of_row, weight),
+        (scale, factors, bias),
+    )
+    store_strips(
+        to, by_job, block, gl.maximum(expert, 0), expert >= 0, added, factors_and_bias, C, S
+    )

@@ -64,10 +64,10 @@ def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
     their up rows. A MIXED unit has 32 gate rows and their up rows.
     """
     if C.APART > 0 and not C.MIXED:
-        found = n * C.GROUPS + unit // C.UNITS + unit % C.UNITS * C.APART
+        number = n * C.GROUPS + unit // C.UNITS + unit % C.UNITS * C.APART
     else:
-        found = n * C.STAGE_UNITS + unit
-    return found
+        number = n * C.STAGE_UNITS + unit
+    return number
 
 
 @gluon.jit
@@ -99,14 +99,14 @@ def load_groups(
     GROUPS: gl.constexpr = chunk_groups(C)
     COUNT: gl.constexpr = C.STAGES * PLACES * C.STAGE_GROUPS
     first = stage * (PLACES * C.STAGE_GROUPS) + chunk * (C.STAGE_GROUPS // 2)
-    found = ()
+    groups = ()
     for group in gl.static_range(GROUPS):
         if C.MIXED:
-            found += (load_mixed(memory, first + group, unit, COUNT, BITS),)
+            groups += (load_mixed(memory, first + group, unit, COUNT, BITS),)
         else:
             at = (first + group) * C.STAGE_UNITS + place_of(unit, C)
-            found += (load_pairs(memory, at, COUNT * C.STAGE_UNITS, BITS, 4),)
-    return found
+            groups += (load_pairs(memory, at, COUNT * C.STAGE_UNITS, BITS, 4),)
+    return groups
 
 
 @gluon.jit

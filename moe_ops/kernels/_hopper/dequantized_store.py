@@ -127,12 +127,12 @@ def store_mixed(out, value, column, slots, C: gl.constexpr):
         PAIRED: gl.constexpr = gl.BlockedLayout([2, 4, 1], [1, 8, 4], [1, 1, 4], [1, 2, 0])
         pairs = gl.convert_layout(value.reshape((2, HALF, COLS)), PAIRED)
         g, u = pairs.permute((1, 2, 0)).split()
-        found = activate(g, u, RULE).to(out.dtype.element_ty)
-        LAYOUT: gl.constexpr = found.type.layout
+        value_of_gates = activate(g, u, RULE).to(out.dtype.element_ty)
+        LAYOUT: gl.constexpr = value_of_gates.type.layout
         slot = gl.convert_layout(slots[0], gl.SliceLayout(0, LAYOUT))
         col = column + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
         at = out + slot.to(gl.int64)[None, :] * C.N + col[:, None]
-        gl.store(at, found, mask=(slot < slots[1])[None, :] & (col < C.N)[:, None])
+        gl.store(at, value_of_gates, mask=(slot < slots[1])[None, :] & (col < C.N)[:, None])
 
 
 @gluon.jit

@@ -27,7 +27,7 @@ from moe_ops.kernels._runtime.dependent import take_turn
 
 
 @gluon.jit
-def slot_result(sums, slot: gl.constexpr, given, row_scale, choices, column, OUT, C, S):
+def slot_result(sums, slot: gl.constexpr, factors_and_bias, row_scale, choices, column, OUT, C, S):
     """A slot's weighted result, rounded before it is weighted; 0 if its expert is not here."""
     LAYOUT: gl.constexpr = column.type.layout
     PARTS: gl.constexpr = S.PARTS
@@ -37,7 +37,7 @@ def slot_result(sums, slot: gl.constexpr, given, row_scale, choices, column, OUT
     scale = None
     if row_scale is not None:
         scale = gl.load(row_scale + slot)
-    acc = finish_sums(acc, scale, None, given, at, None, None, C).to(OUT).to(gl.float32)
+    acc = finish_sums(acc, scale, None, factors_and_bias, at, None, None, C).to(OUT).to(gl.float32)
     if choices.weights is not None:
         acc *= gl.load(choices.weights + slot).to(gl.float32)
     return gl.where(expert >= 0, acc, 0.0)
@@ -48,7 +48,7 @@ def hopper_decode_sum_kernel(
     h, stride_hm, words, stride_we, scale, zeros, bias, topk_weights, row_scale, out, factors,
     topk_ids, expert_map, num_ids, num_experts, C: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """``out = sum_j weights[j] * round(row_scale[j] * h[j] @ decoded(w[e]).T + bias[e])``.
+    """``out = sum_j weights[j] * round(row_scale[j] * h[j] @ dequantized(w[e]).T + bias[e])``.
 
     ``e = ids[j]``.
     """
@@ -73,8 +73,8 @@ def hopper_decode_sum_kernel(
     add_jobs(inputs, ring, sums, experts, 0, strip, C, S)
     by_job = reinterpret(sums, gl.float32, [S.SUMS * WARPS, ROWS], FLAT)
     column = strip * ROWS + gl.arange(0, ROWS, layout=COLUMNS)
-    given = scale, factors, bias
+    factors_and_bias = scale, factors, bias
     total = gl.full((ROWS,), 0, gl.float32, COLUMNS)
     for slot in gl.static_range(COUNT):
-        total += slot_result(by_job, slot, given, row_scale, choices, column, OUT, C, S)
+        total += slot_result(by_job, slot, factors_and_bias, row_scale, choices, column, OUT, C, S)
     gl.store(out + column, total.to(OUT))

@@ -41,8 +41,9 @@ def plan_arguments(
 ):  # fmt: skip
     """The `PlanArguments`; ``scales``: of rows and of weights, or None."""
     num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C.BLOCK_M)
-    told = tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
-    return PlanArguments(scales[0], scales[1], *told)
+    return PlanArguments(
+        scales[0], scales[1], tiles, expert_map, num_tiles, num_slots, num_ids, num_experts
+    )
 
 
 @gluon.jit

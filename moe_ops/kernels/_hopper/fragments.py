@@ -236,10 +236,10 @@ def spread_scales(stored, C: gl.constexpr):
             if LOW != HIGH or LIFTED != 0:
                 factor = multiply_lanes(factor, constant_lanes(LOW, factor, HIGH), False)
         factors += (factor,)
-    found = (spread_groups(factors, GROUPS),)
+    spread = (spread_groups(factors, GROUPS),)
     if equally_spaced(C):
-        found += (spread_groups(offsets, GROUPS),)
-    return found
+        spread += (spread_groups(offsets, GROUPS),)
+    return spread
 
 
 @gluon.constexpr_function
@@ -252,12 +252,12 @@ def half_range(SMALLEST, C):
 def spread_groups(x, GROUPS: gl.constexpr):
     """The words of each group of a chunk, for each word of numbers."""
     if GROUPS == 1:
-        found = spread_rows(x[0])
+        words = spread_rows(x[0])
     elif GROUPS == 2:
-        found = spread_tiles(x[0], x[0], x[1], x[1])
+        words = spread_tiles(x[0], x[0], x[1], x[1])
     else:
-        found = spread_tiles(x[0], x[1], x[2], x[3])
-    return found
+        words = spread_tiles(x[0], x[1], x[2], x[3])
+    return words
 
 
 @gluon.jit
@@ -389,7 +389,7 @@ def spread_halves(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
+def dequantized(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
     """The weights of a loaded chunk as the first operand of a product.
 
     ``chunk``: its words, its scales and its zero points, as they are stored; () for none.
@@ -404,7 +404,7 @@ def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
     if C.ZERO_BYTES > 0:
         less = spread_zeros(zero, C)
     if C.BITS == 4:
-        found = decode_nibbles(words[0], factor, less, DTYPE, DOT, C)
+        values = decode_nibbles(words[0], factor, less, DTYPE, DOT, C)
     else:
-        found = decode_bytes(words[0], words[1], factor, less, DTYPE, DOT, C)
-    return found
+        values = decode_bytes(words[0], words[1], factor, less, DTYPE, DOT, C)
+    return values

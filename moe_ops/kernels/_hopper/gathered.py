@@ -88,13 +88,13 @@ def find_scales(expert, first, v, C: gl.constexpr):
     PARTS: gl.constexpr = C.PARTS
     GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
     scales = v.weight_scale + expert * (GROUPS * C.STEPS)
-    found = ()
+    pointers = ()
     for part in gl.static_range(PARTS):
         at = gl.minimum(first + part * (C.OUT_N // C.PARTS), C.N - 1) * C.STEP
         of_gate = scales + at // C.SCALE_ROWS * C.STEPS
         of_up = scales + (at + C.UP) // C.SCALE_ROWS * C.STEPS
-        found += ((of_gate, of_up),)
-    return found
+        pointers += ((of_gate, of_up),)
+    return pointers
 
 
 @gluon.jit
@@ -129,8 +129,8 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32 // C.ITEMSIZE])
     FIRST_ROW: gl.constexpr = 0 if C.BY_COLUMNS else GROUP * BOX_ROWS
     FIRST_COL: gl.constexpr = GROUP * (C.OUT_N // 2) if C.BY_COLUMNS else 0
-    m, n, found, first_row = tile
-    expert = gl.maximum(found, 0).to(gl.int64)
+    m, n, choice, first_row = tile
+    expert = gl.maximum(choice, 0).to(gl.int64)
     first = n * C.OUT_N + FIRST_COL
     zeros = gl.full((BOX_ROWS, COLS), 0, gl.int32 if C.INTEGER else gl.float32, LAYOUT)
     sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
@@ -153,7 +153,7 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     if C.ORDERED == "out":
         slot = gl.where(slot < v.num_slots, first_row + inside, slot)
     # Store nothing for a tile without an expert.
-    num_slots = gl.where(found < 0, 0, v.num_slots)
+    num_slots = gl.where(choice < 0, 0, v.num_slots)
     for part in gl.static_range(PARTS):
         column = first + part * (C.OUT_N // C.PARTS)
         finish_and_store(sums[part], bias, row_scale, expert, column, v, out, slot, num_slots, C)
@@ -164,9 +164,9 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
 def multiply(out, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: compute its share of every tile of this program."""
     step, number = gl.to_tensor(0), gl.to_tensor(0)
-    m, n, found, first, boxes = hear(queue, number, 4)
+    m, n, choice, first, boxes = hear(queue, number, 4)
     while boxes > 0:
-        tile = m, n, found, first
+        tile = m, n, choice, first
         if C.BY_COLUMNS or GROUP == 0:
             step = multiply_tile(out, bias, ring, v, tile, step, GROUP, C)
         else:
@@ -175,7 +175,7 @@ def multiply(out, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
             else:
                 step = pass_by(step, ring, C)
         number += 1
-        m, n, found, first, boxes = hear(queue, number, 4)
+        m, n, choice, first, boxes = hear(queue, number, 4)
 
 
 @gluon.jit(do_not_specialize=COUNTED)
@@ -198,8 +198,9 @@ def hopper_gemm_kernel(
     ring = Ring(rows, weights, scales, None, *barriers)
     take_turn(LONG=True)
     scales = row_scale, weight_scale
-    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
-    v = plan_arguments(scales, *told, C)
+    v = plan_arguments(
+        scales, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C
+    )  # fmt: skip
     if C.GROUPS == 3:
         gl.warp_specialize(
             [

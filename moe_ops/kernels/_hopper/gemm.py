@@ -56,11 +56,11 @@ class Constants(StoredLayout, TiledLayout):
     """Rows of a part of a tile: see `schedule`."""
 
     @cached_property
-    def packed(self) -> Launch:
-        """The launch of the kernel for packed rows.
+    def gathered(self) -> Launch:
+        """The launch of the kernel for gathered rows.
 
-        Without programmatic dependent launch, as for the packing kernels: starting CTAs before the
-        previous kernel ended took up to a sixth longer.
+        Without programmatic dependent launch, as for the kernels that gather rows: starting CTAs
+        before the previous kernel ended took up to a sixth longer.
         """
         return Launch(hopper_gemm_kernel, C=self, num_warps=4, launch_pdl=False)
 
@@ -76,12 +76,12 @@ class Constants(StoredLayout, TiledLayout):
 
     @cached_property
     def rows(self) -> Boxes:
-        """TMA descriptors of packed rows."""
+        """TMA descriptors of gathered rows."""
         return Boxes(lambda rows: descriptor(rows, [BOX_ROWS.value, self.BLOCK_K]))
 
     @cached_property
     def row_scales(self) -> Boxes:
-        """TMA descriptors of the scales of packed rows, ``(groups, rows)``."""
+        """TMA descriptors of the scales of gathered rows, ``(groups, rows)``."""
         return Boxes(lambda scales: descriptor(scales, [1, self.BLOCK_M], swizzled=False))
 
 
@@ -140,37 +140,40 @@ class HopperGemm:
         sizes, quant, tiles = problem.sizes, problem.quant, plan.config
         numbers = (problem.operand_itemsize, sums_integers(get_scheme(problem.scheme)))
         rows = RowFacts(*numbers, quant is not None and quant.per_tensor, problem.weighted)
-        product = (sizes.n, sizes.k, problem.top_k, problem.rule)
-        self.constants = constants(*product, problem.weight_rows, rows, tiles, problem.permuted)
-        self.packed, self.packed_rows = tiles.gathered, plan.gathered_rows
+        self.constants = constants(
+            sizes.n, sizes.k, problem.top_k, problem.rule, problem.weight_rows, rows, tiles,
+            problem.permuted,
+        )  # fmt: skip
+        self.gathered, self.num_rows = tiles.gathered, plan.gathered_rows
         self.quant = quant if plan.quantizes_rows else None
         """How rows are quantized while they are packed; None if they are not."""
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles."""
-        weight = given.weight
-        told = tile_arguments(given.tiles, out.shape[0], weight.data.shape[0], weight.rows)
-        scales = given.topk_weights if self.constants.WEIGHTED else given.a_scale
-        vectors = dense(scales), dense(given.weight.scale), dense(given.weight.bias)
-        run = self._pack_and_run if self.packed else self._stream
-        run(out, given.a, given.weight.data, vectors, told)
+        weight = operands.weight
+        told = tile_arguments(operands.tiles, out.shape[0], weight.data.shape[0], weight.rows)
+        scales = operands.topk_weights if self.constants.WEIGHTED else operands.a_scale
+        vectors = dense(scales), dense(operands.weight.scale), dense(operands.weight.bias)
+        run = self._gather_and_run if self.gathered else self._stream
+        run(out, operands.a, operands.weight.data, vectors, told)
 
-    def _pack_and_run(
+    def _gather_and_run(
         self, out: Tensor, a: Tensor, w: Tensor, vectors: Vectors, told: tuple[Any, ...]
     ) -> None:
-        """Pack the rows unless they are permuted already, then launch one program per SM."""
+        """Gather the rows unless they are permuted already, then launch one program per SM."""
         c, (a_scale, w_scale, bias) = self.constants, vectors
         plan, _, num_slots, *_ = told
-        sizes = (plan, num_slots, self.packed_rows, c.TOP_K)
+        num_rows, top_k = self.num_rows, c.TOP_K
         if c.ORDERED == "a":
             rows, scales = a, a_scale
         elif c.WEIGHTED:
-            (rows, _), scales = pack_rows(a, None, *sizes), a_scale
+            rows, _ = pack_rows(a, None, plan, num_slots, num_rows, top_k)
+            scales = a_scale
         elif self.quant is None:
-            rows, scales = pack_rows(a, a_scale, *sizes)
+            rows, scales = pack_rows(a, a_scale, plan, num_slots, num_rows, top_k)
         else:
-            rows, scales = quantize_rows(a, a_scale, self.quant, *sizes)
-        c.packed(
+            rows, scales = quantize_rows(a, a_scale, self.quant, plan, num_slots, num_rows, top_k)
+        c.gathered(
             (device_facts(out.device).processors,), out, c.rows.of(rows), c.weights.of(w),
             None if c.SCALE_COLS is None else c.row_scales.of(scales), bias, scales, w_scale,
             plan.new_zeros(1) if c.ON_DEMAND else None, *told,

@@ -58,9 +58,9 @@ def experts_of_boxes(choices, box, last, G: gl.constexpr):
     """
     experts, real = (), gl.to_tensor(0)
     for i in gl.static_range(BOXES):
-        found = expert_of(choices, (box + i) // G.UNITS, box + i < last)
-        experts += (gl.where(found < 0, choices.num_experts, found),)
-        real += (found >= 0).to(gl.int32)
+        expert = expert_of(choices, (box + i) // G.UNITS, box + i < last)
+        experts += (gl.where(expert < 0, choices.num_experts, expert),)
+        real += (expert >= 0).to(gl.int32)
     return experts, real > 0
 
 
@@ -70,14 +70,14 @@ def place_rows(box, last, choices, G: gl.constexpr, LAYOUT: gl.constexpr):
     r = gl.arange(0, ROWS, layout=LAYOUT)
     at, inside = box + r // BOX_ROWS, r % BOX_ROWS
     slot, n = at // G.UNITS, at % G.UNITS
-    found = expert_of(choices, slot, at < last)
+    chosen = expert_of(choices, slot, at < last)
     if G.GATED:
         column = n * (BOX_ROWS // 2) + inside % 8
         row = column * G.STEP + inside // 8 * G.UP
     else:
         column = n * BOX_ROWS + inside
         row = column
-    return slot, found, column, row
+    return slot, chosen, column, row
 
 
 @gluon.jit
@@ -100,8 +100,8 @@ def copy_rows(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.constex
         end = gl.minimum(box + size, last)
         experts, real = experts_of_boxes(choices, box, end, G)
         if real:
-            _, found, _, row = place_rows(box, end, choices, G, OF_WARP)
-            scale_at = scales_at(w_scale, gl.maximum(found, 0), row, G)
+            _, chosen, _, row = place_rows(box, end, choices, G, OF_WARP)
+            scale_at = scales_at(w_scale, gl.maximum(chosen, 0), row, G)
             for t in range(G.CHUNKS * G.STEPS):
                 if step == leave:
                     gdc_launch_dependents()
@@ -132,9 +132,9 @@ def multiply_rows(x, x_scale, bias, w_scale, h, ring, vectors, choices, G: gl.co
         end = gl.minimum(box + size, last)
         _, real = experts_of_boxes(choices, box, end, G)
         if real:
-            slot, found, column, row = place_rows(box, end, choices, G, gl.SliceLayout(1, L))
-            inside = (found >= 0) & (column < G.N)
-            expert = gl.maximum(found, 0).to(gl.int64)
+            slot, chosen, column, row = place_rows(box, end, choices, G, gl.SliceLayout(1, L))
+            inside = (chosen >= 0) & (column < G.N)
+            expert = gl.maximum(chosen, 0).to(gl.int64)
             rows = row_vectors(w_scale, bias, expert, row, inside, G)
             total, step = multiply_tile(step, ring, vectors, L, G)
             acc = gl.sum(total, 1)
@@ -193,8 +193,8 @@ def copy_columns(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.cons
     boxes, step = boxes_of(ring, w_desc, SLOTS, G), gl.to_tensor(0)
     for unit in range(gl.program_id(0), G.UNITS, gl.num_programs(0)):
         for tile in gl.static_range(TILES):
-            _, found, column = place_columns(unit, tile, choices, G, OF_WARP)
-            scale_at = scales_at(w_scale, gl.maximum(found, 0), column, G)
+            _, chosen, column = place_columns(unit, tile, choices, G, OF_WARP)
+            scale_at = scales_at(w_scale, gl.maximum(chosen, 0), column, G)
             for t in range(G.CHUNKS * G.STEPS):
                 stage, full = stage_to_fill(ring, turn_of(step, G))
                 mbarrier.expect(full, PIECE_BYTES)
@@ -222,9 +222,9 @@ def multiply_columns(h, h_scale, bias, w_scale, out, ring, vectors, sums, choice
     by_slot = reinterpret(sums, gl.float32, [TILES * SLOTS, WIDE], sums.layout)
     slots, experts, weights = (), (), ()
     for tile in gl.static_range(TILES):  # loaded before the wait, so that the wait hides the loads
-        slot, found, _ = place_columns(0, tile, choices, G, gl.SliceLayout(1, L))
+        slot, chosen, _ = place_columns(0, tile, choices, G, gl.SliceLayout(1, L))
         slots += (slot,)
-        experts += (found,)
+        experts += (chosen,)
     gdc_wait()
     for tile in gl.static_range(TILES):
         if G.WEIGHTED:

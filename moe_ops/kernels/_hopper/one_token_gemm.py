@@ -28,29 +28,29 @@ class TokenGemm:
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         self.problem, self.stages = problem, plan.config.num_stages
         self.summed = problem.summed
-        self.known: dict[bool, _Ready] = {}
+        self.kernels: dict[bool, _Ready] = {}
         """Kernels, keyed by `GemmOperands.early`."""
 
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[j] = f(weights[j] * a @ w[e].T + bias[e])``, ``e = topk_ids[0, j]``; or the sum.
 
         The sum is ``out = sum_j weights[j] * round(a[j] @ w[e].T + bias[e])``.
         """
-        (w, bias, scale, *_, rows), (_, topk_ids, expert_map) = given.weight, given.tiles
+        (w, bias, scale, *_, rows), (_, topk_ids, expert_map) = operands.weight, operands.tiles
         if rows is not None:
             expert_map = map_in_rows(expert_map, rows)
-        early = given.early and all_dense(scale, topk_ids, expert_map)
-        ready = self.known.get(early)
+        early = operands.early and all_dense(scale, topk_ids, expert_map)
+        ready = self.kernels.get(early)
         if ready is None:
             ready = _ready(self.problem, self.stages, early, device_facts(w.device))
-            self.known[early] = ready
+            self.kernels[early] = ready
         num_experts = w.shape[0]
         a_scale, bias, w_scale, weights, ids, mapped = dense_vectors(
-            given.a_scale, bias, scale, given.topk_weights, topk_ids, expert_map
+            operands.a_scale, bias, scale, operands.topk_weights, topk_ids, expert_map
         )
         ready.launch(
             (ready.programs,),
-            given.a.contiguous(),
+            operands.a.contiguous(),
             a_scale,
             ready.boxes.of(w),
             bias,

@@ -64,21 +64,21 @@ def _pack_kernel(
     if GROUPS > 0:
         # This program's share of the scales, which are stored (groups, rows).
         group = tl.program_id(1) * GROUP_COLS + tl.arange(0, GROUP_COLS)
-        known = real[:, None] & (group < GROUPS)[None, :]
-        scale = tl.load(a_scale + source[:, None] * stride_sm + group[None, :], mask=known)
+        inside_group = real[:, None] & (group < GROUPS)[None, :]
+        scale = tl.load(a_scale + source[:, None] * stride_sm + group[None, :], mask=inside_group)
         at = out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None]
-        tl.store(at, scale, mask=known)
+        tl.store(at, scale, mask=inside_group)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
 def _quantize_pack_kernel(
-    a, given, out, out_scale, plan, num_slots, num_rows, num_entries, stride_am,
+    a, static_scale, out, out_scale, plan, num_slots, num_rows, num_entries, stride_am,
     K: tl.constexpr, TOP_K: tl.constexpr, RULE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) quantizes group j of ROWS rows; padding rows of the result stay as they are.
 
-    A group has PARTS times COLS columns. ``given``: the one scale of all rows, or None.
+    A group has PARTS times COLS columns. ``static_scale``: the one scale of all rows, or None.
     """
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -93,16 +93,16 @@ def _quantize_pack_kernel(
         x = tl.load(a + source[:, None] * stride_am + part * COLS + col, mask=inside, other=0.0)
         most = tl.maximum(most, magnitude(x.to(tl.float32)))
         values = values + (x.to(tl.float32),)
-    if given is None:
+    if static_scale is None:
         scale = scale_of(tl.max(most, 1).to(tl.float32, bitcast=True), RULE)
         at = out_scale + tl.program_id(1).to(tl.int64) * num_rows + row
         tl.store(at, scale, mask=real)
     else:
-        scale = tl.load(given).to(tl.float32)
+        scale = tl.load(static_scale).to(tl.float32)
         first = tl.program_id(1) == 0
         tl.store(out_scale + row, tl.zeros((ROWS,), dtype=tl.float32) + scale, mask=real & first)
     for part in tl.static_range(PARTS):
-        if given is None:
+        if static_scale is None:
             ratio = divide(values[part], scale[:, None], RULE)
         else:
             ratio = divide_given(values[part], scale)
@@ -166,10 +166,10 @@ def pack_rows(
 
 
 @lru_cache(maxsize=1024)
-def _quantize_launch(k: int, top_k: int, quant: Quant, given: bool) -> tuple[Launch, int, int]:
+def _quantize_launch(k: int, top_k: int, quant: Quant, static: bool) -> tuple[Launch, int, int]:
     """The kernel, rows per program, and programs along a row."""
     cols, parts = quant.group.cols, 1
-    if given:
+    if static:
         cols = min(256, next_power_of_2(k))
     elif cols == WHOLE:
         cols, parts = parts_of(k)

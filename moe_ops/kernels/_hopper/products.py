@@ -107,10 +107,10 @@ def load_scales(scales, k, C: gl.constexpr):
     """The scales of step k (or the last step) of each weight part: of its gate and up rows."""
     PARTS: gl.constexpr = C.PARTS
     at = gl.minimum(k, C.STEPS - 1)
-    found = ()
+    loaded = ()
     for part in gl.static_range(PARTS):
-        found += ((gl.load(scales[part][0] + at), gl.load(scales[part][1] + at)),)
-    return found
+        loaded += ((gl.load(scales[part][0] + at), gl.load(scales[part][1] + at)),)
+    return loaded
 
 
 @gluon.jit

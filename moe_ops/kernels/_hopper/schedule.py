@@ -97,9 +97,9 @@ def hear(queue, number, WARPS: gl.constexpr):
     """Read the next tile: row, column, expert, first permuted row, number of parts."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(queue.full, number & 1)
-    found = ()
+    fields = ()
     for field in gl.static_range(FIELDS):
-        found += (gl.max(queue.fields.index(field).load(LAYOUT), 0),)
+        fields += (gl.max(queue.fields.index(field).load(LAYOUT), 0),)
     wait_for_group()  # all threads of this reader have read it
     mbarrier.arrive(queue.empty)
-    return found
+    return fields

@@ -144,8 +144,8 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = map_tile(tile, v.num_tiles, C.NUM_N, C.GROUP_M)
-        found = expert_of(v, m).to(gl.int64)
-        expert = gl.maximum(found, 0)
+        chosen = expert_of(v, m).to(gl.int64)
+        expert = gl.maximum(chosen, 0)
         slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
         source = slot // C.TOP_K
         acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.int32 if C.INTEGER else gl.float32, LAYOUT)
@@ -162,17 +162,17 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
             w_scale = load_scales(expert, rows, v, C)
             x_scale = gl.load(v.row_scale + source * C.ROW_SCALE_STRIDE, mask=real, other=0.0)
         acc = finish_sums(acc, x_scale, w_scale, None, bias, expert, rows, 0, C)
-        store_columns(out, acc, v, m, n, found, C)
+        store_columns(out, acc, v, m, n, chosen, C)
 
 
 @gluon.jit
-def store_columns(out, value, v, m, n, found, C: gl.constexpr):
+def store_columns(out, value, v, m, n, chosen, C: gl.constexpr):
     """Store an accumulator, whose columns are slots: each thread 16 bytes of a slot's row."""
     WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     slot, real = load_slots(v, m, gl.SliceLayout(0, WIDE), C)
     col = n * C.OUT_N + gl.arange(0, C.OUT_N, layout=gl.SliceLayout(1, WIDE))
     at = out + slot.to(gl.int64)[None, :] * C.N + col[:, None]
-    mask = (real & (found >= 0))[None, :] & (col < C.N)[:, None]
+    mask = (real & (chosen >= 0))[None, :] & (col < C.N)[:, None]
     gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
 
 
@@ -193,8 +193,9 @@ def hopper_stream_kernel(
     ring = Ring(rows, weights, None, None, *barriers)
     take_turn()
     scales = row_scale, weight_scale
-    told = tiles, expert_map, num_slots, num_ids, num_experts, num_entries
-    v = plan_arguments(scales, *told, C)
+    v = plan_arguments(
+        scales, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C
+    )  # fmt: skip
     gl.warp_specialize(
         [(multiply, (out, bias, ring, v, C)), (copy_tiles, (a, stride_am, w_desc, ring, v, C))],
         [4],

@@ -49,20 +49,20 @@ def load_pieces(source, first, COUNT: gl.constexpr, L: gl.constexpr, G: gl.const
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(1, L))
     inside = gl.arange(0, G.BLOCK_K, layout=gl.SliceLayout(0, L))[None, :]
     vector, chunk = column % G.VECTORS, column // G.VECTORS * (G.STEPS * PIECES)
-    found = ()
+    pieces = ()
     for i in gl.static_range(COUNT):
         k = ((chunk + first + i) * G.BLOCK_K)[:, None] + inside
         mask = (k < G.K) & (vector < G.COUNT)[:, None]
-        found += (gl.load(source + vector[:, None] * G.K + k, mask=mask, other=0.0),)
-    return found
+        pieces += (gl.load(source + vector[:, None] * G.K + k, mask=mask, other=0.0),)
+    return pieces
 
 
 @gluon.jit
 def most_of_pieces(source, first, most, COUNT: gl.constexpr, L: gl.constexpr, G: gl.constexpr):
     """The elementwise maximum of ``most`` and the largest magnitudes of COUNT pieces, by column."""
-    found = load_pieces(source, first, COUNT, L, G)
+    pieces = load_pieces(source, first, COUNT, L, G)
     for j in gl.static_range(COUNT):
-        most = gl.maximum(most, gl.max(magnitude(found[j].to(gl.float32)), 1))
+        most = gl.maximum(most, gl.max(magnitude(pieces[j].to(gl.float32)), 1))
     return most
 
 
@@ -83,18 +83,18 @@ def scales_of_vectors(source, L: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def put_given_scales(given, vectors, L: gl.constexpr, G: gl.constexpr):
+def put_stored_scales(source, vectors, L: gl.constexpr, G: gl.constexpr):
     """Copy the scales of vectors that are quantized already: one per vector or one per group."""
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(1, L))
     vector, real = column % G.VECTORS, column % G.VECTORS < G.COUNT
     if G.SCALE_COLS is None:
-        vectors.scales.index(0).store(gl.load(given + vector, mask=real, other=0.0))
+        vectors.scales.index(0).store(gl.load(source + vector, mask=real, other=0.0))
     else:
         GROUPS: gl.constexpr = G.groups
         for q in range(G.STEPS * PIECES):
             group = column // G.VECTORS * (G.STEPS * PIECES) + q
             inside = real & (group < GROUPS)
-            scale = gl.load(given + vector * GROUPS + group, mask=inside, other=0.0)
+            scale = gl.load(source + vector * GROUPS + group, mask=inside, other=0.0)
             vectors.scales.index(q).store(scale)
 
 
@@ -104,9 +104,9 @@ def put_pieces(
 ):
     """Store COUNT pieces of the vectors, quantized (with ``scale`` or per piece) if G.QUANT."""
     QUANT: gl.constexpr = G.QUANT
-    found = load_pieces(source, first, COUNT, L, G)
+    pieces = load_pieces(source, first, COUNT, L, G)
     for j in gl.static_range(COUNT):
-        value, q = found[j], first + j
+        value, q = pieces[j], first + j
         if QUANT is not None:
             value = value.to(gl.float32)
             if G.SCALE_COLS is not None:
@@ -127,13 +127,13 @@ def put_nothing(q, vectors, L: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def put_vectors(source, given, vectors, G: gl.constexpr):
+def put_vectors(source, static_scale, vectors, G: gl.constexpr):
     """Store the vectors as the second operand of a GEMM, quantized if G.QUANT."""
     L: gl.constexpr = gl.BlockedLayout([1, G.BLOCK_K // 16], [2, 16], [4, 1], [1, 0])
     QUANT: gl.constexpr = G.QUANT
-    scale = given
+    scale = static_scale
     if QUANT is None and G.ITEMSIZE == 1:
-        put_given_scales(given, vectors, L, G)
+        put_stored_scales(static_scale, vectors, L, G)
     elif QUANT is not None and G.SCALE_COLS is None:
         scale = scales_of_vectors(source, L, G)
         vectors.scales.index(0).store(scale)

@@ -47,8 +47,8 @@ class Choices:
 @gluon.jit
 def expert_of(choices, slot, inside):
     """The local expert of each slot, -1 where there is none."""
-    found = gl.load(choices.ids + slot, mask=inside, other=-1)
-    return experts_of(found, choices.expert_map, choices.num_ids, choices.num_experts)
+    ids = gl.load(choices.ids + slot, mask=inside, other=-1)
+    return experts_of(ids, choices.expert_map, choices.num_ids, choices.num_experts)
 
 
 @gluon.jit
@@ -74,13 +74,13 @@ def scales_at(w_scale, expert, row, G: gl.constexpr):
 
     Rows past the end of the weight are clamped to its last row.
     """
-    found = ()
+    pointers = ()
     if G.SCALE_COLS is not None:
         GROUPS: gl.constexpr = G.groups
         BANDS: gl.constexpr = G.bands
         band = gl.minimum(row, G.WEIGHT_ROWS - 1) // G.SCALE_ROWS
-        found = w_scale + (expert.to(gl.int64) * BANDS + band) * GROUPS
-    return found
+        pointers = w_scale + (expert.to(gl.int64) * BANDS + band) * GROUPS
+    return pointers
 
 
 @gluon.jit
