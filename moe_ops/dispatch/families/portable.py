@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moe_ops.dispatch.device import Device
@@ -52,6 +52,8 @@ PIPELINE_LIMIT = 64
 
 class Portable(Tunable):
     """A kernel in Triton, whose tiles are a `TileConfig`."""
+
+    keeps_product: Callable[[GemmProblem], bool] = lambda problem: True
 
     def plan(self, problem: GemmProblem, tiles: TileConfig, source: str) -> GemmPlan:
         """With a plan of the kernel's own if its tiles do not divide the plan's."""
