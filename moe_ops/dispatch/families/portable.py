@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.base import (
@@ -50,6 +50,7 @@ PIPELINE_LIMIT = 64
 """Row tile from which Triton 3.6 cannot pipeline a Blackwell product with a computed operand."""
 
 
+@dataclass(frozen=True)
 class Portable(Tunable):
     """A kernel in Triton, whose tiles are a `TileConfig`."""
 
