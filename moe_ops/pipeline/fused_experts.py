@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import check_transforms, recomputed, refuse, wanted
+from moe_ops.gradients import check_transforms, refuse, wanted
 from moe_ops.pipeline.backward import differentiable_experts, lacking
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
@@ -235,7 +235,7 @@ def _experts(
         inputs = wanted(hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
-    elif not inputs and not recomputed():
+    elif not inputs:
         return _untrained(hidden_states, experts, routing, settings, config, plan)
     reason = lacking((w1, w2), config)
     if reason is not None:
