@@ -98,6 +98,14 @@ def samples(device):
             *decoded_samples(x, w1, b1, plan),
             *stored_samples(x, w1, b1, weights, plan),
         ],
+        "activated_product": [
+            (x, None, [w1, b1], weights, [*plan], K, "unquantized", torch.float32, "silu", True),
+            (x, None, [w1], None, [*direct], K, "unquantized", torch.float32, "swigluoai"),
+            (x, None, [w1, b1], None, [*plan], K, "unquantized", torch.float32, "gelu_no_mul"),
+            *((*call, "silu") for call in scaled_samples(x, w1, b1, plan)[:3]),
+            *((*call, "swigluoai") for call in decoded_samples(x, w1, b1, plan)[:1]),
+            *((*call, "silu") for call in stored_samples(x, w1, b1, weights, plan)[:2]),
+        ],
         "expert_product.out": [
             (h, [w2], None, [*plan], 1),
             (x, [w1], weights, [*direct], K),

@@ -37,6 +37,7 @@ def expert_product(
     batch_invariant: bool = False,
     *,
     out: Tensor | None = None,
+    product: Tensor | None = None,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``, rounded once.
 
@@ -59,6 +60,7 @@ def expert_product(
         expert_order: whether rows between two GEMMs are permuted, with the scheme "unquantized".
         batch_invariant: whether the plan is; each row is then multiplied by itself.
         out: the tensor to write to, in which other rows stay as they are; None: a new one.
+        product: see `activated_product`.
     """
     numbers, stored = get_scheme(scheme), ExpertWeight(*weight)
     quant, num_experts = numbers.activation, num_experts_of(stored)
@@ -66,14 +68,42 @@ def expert_product(
     if quant is not None and a.dtype != quant.dtype:
         _, topk_ids, expert_map = tiles
         rows = moe_quantize(a, a_scale, None, topk_ids, expert_map, num_experts, quant.key)
-    product = product_of(*rows, stored, numbers, batch_invariant)
+    multiplied = product_of(*rows, stored, numbers, batch_invariant)
     inputs = rows[:1] if quant is None or quant.per_tensor else rows
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     then = Epilogue(stored.bias, topk_weights, activation)
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        product, inputs, stored, tiles, rule, top_k, out_dtype, then, permuted=permuted, out=out
-    )
+        multiplied, inputs, stored, tiles, rule, top_k, out_dtype, then,
+        permuted=permuted, out=out, before=product,
+    )  # fmt: skip
+
+
+def activated_product(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str,
+    expert_order: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`expert_product`, and its product before f, in slot order, rounded to the same dtype.
+
+    The first GEMM of a forward pass that has a backward pass: f is applied to float32 sums, so the
+    first result has the bits that it has without gradients, and the backward pass reads the second.
+    """
+    slots, columns = a.shape[0] * top_k, weight[0].shape[1]
+    product = a.new_zeros(slots, columns, dtype=out_dtype)
+    h = expert_product(
+        a, a_scale, weight, topk_weights, tiles, top_k, scheme, out_dtype, activation, expert_order,
+        batch_invariant, product=product,
+    )  # fmt: skip
+    return h, product
 
 
 def expert_product_out(

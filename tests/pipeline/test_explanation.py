@@ -198,7 +198,7 @@ def test_explained_tiles_are_those_that_run(
         launch(self, *arguments)
 
     def record_hoppers(self, *arguments):
-        c, kernel = self.constants, PACKED if self.packed else STREAM
+        c, kernel = self.constants, PACKED if self.gathered else STREAM
         seen.append({"kernel": kernel, "num_stages": c.STAGES, "ctas": 1, **vars(c)})
         run(self, *arguments)
 

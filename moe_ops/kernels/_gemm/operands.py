@@ -26,6 +26,9 @@ class GemmOperands(NamedTuple):
     early: bool = False
     """Whether the kernel may read the routing, the weight and the weight's scales and zero points
     before the kernels before it end: see `moe_ops.kernels._runtime.dependent`."""
+    product: Tensor | None = None
+    """``(R * top_k, N)``: where the result before the activation is stored, in slot order, beside
+    the activated result. None: it is not. Only kernels of families that keep products store it."""
 
     @property
     def num_experts(self) -> int:
@@ -36,7 +39,7 @@ class GemmOperands(NamedTuple):
     @property
     def facts(self) -> tuple[Any, ...]:
         """A cache key: all that size checks and the choice of a kernel read of the operands."""
-        a, a_scale, (w, bias, *scales), weights, tiles, _ = self
+        a, a_scale, (w, bias, *scales), weights, tiles, *_ = self
         facts = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
         facts += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))
         facts += [None if x is None else x.shape for x in (bias, weights, *tiles)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Prepared(NamedTuple):
     """The kernel to run; None if the result has no rows."""
     quant: Quant | None
     """How rows are quantized before the GEMM; None if they are not."""
+    keeps_product: bool
+    """Whether the kernel stores the product before the activation if it is given a place."""
 
 
 PREPARED: dict[Any, Prepared] = {}
@@ -80,8 +82,19 @@ def call_gemm(
         PREPARED[key] = prepared
     else:
         result = operands.a.new_empty(prepared.shape, dtype=prepared.dtype) if out is None else out
+    if operands.product is not None and not prepared.keeps_product:
+        operands = _product_apart(operands, settings)
     _run(result, operands, prepared.kernel, prepared.quant)
     return result
+
+
+def _product_apart(operands: GemmOperands, settings: tuple[Any, ...]) -> GemmOperands:
+    """Compute ``operands.product`` by a GEMM of its own; return the operands without it."""
+    product, operands = operands.product, operands._replace(product=None)
+    named = dict(zip(SETTINGS, settings, strict=True)) | {"activation": "", "expert_order": False}
+    alone = tuple(named[name] for name in SETTINGS)
+    call_gemm("expert_product", operands, alone, lambda: cast(Tensor, product), out=product)
+    return operands
 
 
 def _run(out: Tensor, operands: GemmOperands, kernel: Kernel | None, quant: Quant | None) -> None:
@@ -107,17 +120,20 @@ def launcher(family: Family) -> Callable[..., Kernel]:
 @lru_cache(maxsize=8192)
 def _ready(
     problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
-) -> tuple[Kernel | None, Quant | None]:
-    """The kernel, and how to quantize rows before it; None for a step that is not needed."""
+) -> tuple[Kernel | None, Quant | None, bool]:
+    """The kernel, how to quantize rows before it, and whether it stores products.
+
+    None for a step that is not needed.
+    """
     if problem.sizes.num_slots == 0:
-        return None, None
+        return None, None, True
     plan = plan_gemm(problem, device, config=config)
     before = problem.rows != STORED and not plan.quantizes_rows
     family, quant = BY_NAME[plan.kernel], problem.quant if before else None
     make = launcher(family)
     if problem.summed and not family.sums:
-        return SumAfter(make(without_sum(problem), plan)), quant
-    return make(problem, plan), quant
+        return SumAfter(make(without_sum(problem), plan)), quant, False
+    return make(problem, plan), quant, family.keeps_product(problem)
 
 
 class SumAfter:
