@@ -103,9 +103,10 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
 
 
 def pack_weight_(q: QTensor, scheme: str | Scheme) -> QTensor:
-    """As `pack_weight`, in the memory of ``q.data``, which must be contiguous: ``q`` is lost."""
+    """As `pack_weight`, in the memory of ``q``, whose data must be contiguous: ``q`` is lost."""
     quant = _checked(q, scheme, fragments=False)
-    return _pack_into(q.data.view(PACKED_DTYPE), q, quant)
+    packed = _pack_into(q.data.view(PACKED_DTYPE), q._replace(scale=None, zero_point=None), quant)
+    return packed._replace(scale=_swapped_(q.scale), zero_point=_swapped_(q.zero_point))
 
 
 def _pack_into(words: Tensor, q: QTensor, quant: Quant) -> QTensor:
@@ -145,6 +146,16 @@ def groups_first(shape: tuple[int, ...]) -> tuple[int, ...]:
 def swapped(x: Tensor | None) -> Tensor | None:
     """Swap rows and groups of scales or zero points that have both axes."""
     return x if x is None or x.dim() != 3 else x.transpose(1, 2).contiguous()
+
+
+def _swapped_(x: Tensor | None) -> Tensor | None:
+    """Swap rows and groups as `swapped` does, expert after expert in the memory of ``x``."""
+    if x is None or x.dim() != 3 or not x.is_contiguous():
+        return swapped(x)
+    out = x.view(groups_first(tuple(x.shape)))
+    for source, target in zip(x, out, strict=True):
+        target.copy_(source.t().clone(memory_format=torch.contiguous_format))
+    return out
 
 
 def bits_spread(quant: Quant) -> bool:
