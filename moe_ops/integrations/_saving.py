@@ -28,6 +28,7 @@ from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_ops.integrations import _reach
+from moe_ops.integrations._by_expert import by_expert
 from moe_ops.integrations._layers import LAYER, NAME, new_layer, put_layer, quantized_layer
 from moe_ops.layer import load_checkpoint
 from moe_ops.layer.saving import checkpoint_tensors
@@ -36,7 +37,7 @@ from moe_ops.loading.files import weight_map
 from moe_ops.loading.names import PROJECTIONS, scaled_experts
 from moe_ops.loading.safetensors import SafetensorsFile
 from moe_ops.loading.sources import INDEX
-from moe_ops.offload.model import put_on_host
+from moe_ops.offload.model import counts_of, put_on_host
 from moe_ops.offload.targets import FINDERS
 from moe_ops.quantization.chosen import found_in
 from moe_ops.residency import parse_amount
@@ -135,7 +136,10 @@ class MoeOpsQuantizer(HfQuantizer):
         for name, entry in _read_record(model.config).items():
             experts = model.get_submodule(name)
             layer: Any = quantized_layer(experts)
-            layer.reset_parameters()
+            if layer.w13_weight.is_meta:  # in host memory, see `by_expert`
+                layer._begin()
+            else:
+                layer.reset_parameters()
             prefix = entry["checkpoint"]
             others = [key for key in experts.state_dict() if not key.startswith(f"{LAYER}.")]
             options: dict[str, Any] = {"prefix": prefix, "progress": False, "strict": not others}
@@ -189,9 +193,14 @@ def from_pretrained(
     if resident_experts is not None:
         parse_amount("resident_experts", resident_experts, [])
         device = _one_device(arguments.pop("device_map", None))
-        model = _loaded(path, auto_class, arguments)
+        with by_expert(resident_experts, device):
+            model = _loaded(path, auto_class, arguments)
         targets = list(found_in(model, FINDERS))
-        put_on_host(targets, "resident_experts", resident_experts, device)
+        counts = counts_of(targets, "resident_experts", resident_experts)
+        both = zip(targets, counts, strict=True)
+        put_on_host(
+            [pair for pair in both if pair[0].host_experts() is None], device, progress=True
+        )
         return model.to(device)
     return _quantized_model(path, auto_class, arguments)
 
