@@ -179,7 +179,7 @@ def _held(
             loads.append((target, part, expert))
     sizes = (target.amount() for target, *_ in loads)
     check_host_room(sum(amount.num_experts * amount.expert_bytes for amount in sizes))
-    for target, part, expert in with_progress(loads, "loading experts", progress=True):
+    for target, part, expert in with_progress(loads, "loading experts", progress=bool(loads)):
         _hold(target, counts[target.name], wanted.device, expert)
         names += [f"{target.name}.{key}" for key in target.module._parameters]
         for name in part.names():

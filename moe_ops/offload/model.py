@@ -101,6 +101,8 @@ def put_on_host(
         device: the device on which experts run; None: where they are.
         progress: see `offload_`.
     """
+    if not pairs:
+        return
     for target, _ in pairs:
         if any(x.is_meta for x in target.module.parameters()):
             raise ValueError(f"model.{target.name} must hold numbers, got parameters on meta")

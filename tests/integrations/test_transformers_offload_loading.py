@@ -155,6 +155,39 @@ def test_fp8_experts_keep_their_blocks(tmp_path, monkeypatch, held):
     assert memory.peak <= 2 * (E + SLOTS) * one + rest + 4 * one
 
 
+def test_mxfp4_of_gpt_oss_stays_mxfp4(tmp_path, on_cpu):
+    """With the bits of the model that transformers dequantizes, in a quarter of its memory."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = gpt_oss().bfloat16()
+    model.set_experts_implementation("moe_ops")
+    model.save_pretrained(tmp_path)
+    state = safetensors.load_file(tmp_path / "model.safetensors")
+    for name in [name for name in state if name.endswith("_proj") and ".experts." in name]:
+        q = moe_ops.quantize_weight(state.pop(name).mT.contiguous(), "mxfp4_w4a16")
+        state[f"{name}_blocks"] = q.data.unflatten(2, (-1, 16)).contiguous()
+        state[f"{name}_scales"] = q.scale
+        model.get_parameter(name).data.copy_(moe_ops.dequantize_weight(q, "mxfp4_w4a16").mT)
+    safetensors.save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", experts_implementation="moe_ops"
+    )
+    with LiveBytes() as memory:
+        loaded = integration.from_pretrained(tmp_path, resident_experts=SLOTS)
+    assert torch.equal(logits(loaded), logits(plain))
+    layers = [t.module for t in found_in(loaded, FINDERS)]
+    assert {layer.scheme.name for layer in layers} == {"mxfp4_w4a16"}
+    one = layers[0].host_experts.residency.expert_bytes
+    rest = sum(p.nbytes for name, p in loaded.named_parameters() if ".experts." not in name)
+    assert memory.peak <= 2 * (E + SLOTS) * one + rest + 4 * one
+    loaded.save_pretrained(tmp_path / "again")
+    again = integration.from_pretrained(tmp_path / "again", resident_experts=0.5)
+    assert torch.equal(logits(again), logits(plain))
+
+
 def test_what_cannot_be_loaded_expert_by_expert_is_loaded_whole(
     tmp_path, on_cpu, held, monkeypatch
 ):
