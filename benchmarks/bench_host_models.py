@@ -28,19 +28,8 @@ from torch import Tensor
 from whole_models import MXFP4, OURS, SPECS
 
 import moe_ops
-from moe_ops.bench.command import (
-    Parser,
-    add_time_budget,
-    amount,
-    conclude,
-    count,
-    one_of,
-    one_or_more,
-    print_row,
-    progress,
-    readable,
-)
-from moe_ops.bench.harness import default_device, default_output, record_path, write_rows
+from moe_ops.bench import command, harness
+from moe_ops.bench.command import count, one_of, one_or_more, readable
 
 KEY = ("model", "layers", "scheme", "share", "routing", "M", "impl")
 ALL = "all on the GPU"
@@ -68,6 +57,7 @@ class HostModelRow:
 
     model: str
     layers: int
+    """Layers that were built."""
     scheme: str
     share: float
     """Experts of each layer on the GPU; for copied layers: layers on the GPU."""
@@ -75,15 +65,18 @@ class HostModelRow:
     M: int
     """Sequences of a step."""
     impl: str
+    published_layers: int
     skipped: str | None = None
     """The reason, if nothing was measured."""
+    captured: bool = False
+    runs: int = 0
+    """Steps that were timed, of which each wants other experts."""
     tokens_per_s: float | None = None
+    """By the average time of a step, ``time_us``."""
     time_us: float | None = None
-    """Average over the steps, of which each wants other experts."""
     p10_us: float | None = None
     p90_us: float | None = None
-    runs: int = 0
-    captured: bool = False
+    """Deciles of the times of steps."""
     hit_rate: float | None = None
     copied_gb: float | None = None
     """Gigabytes that a step copies to the GPU."""
@@ -91,7 +84,6 @@ class HostModelRow:
     """Gigabytes that the allocator held at most while steps ran."""
     same_bits: bool | None = None
     """Whether the first step's logits are, bit for bit, those with all experts on the GPU."""
-    published_layers: int = 0
 
 
 class Case(NamedTuple):
@@ -111,7 +103,7 @@ class Case(NamedTuple):
         layers = self.model.config.num_hidden_layers
         published = SPECS[self.name].config(None).num_hidden_layers
         key = (self.name, layers, self.scheme, self.share, routing, m, impl)
-        return HostModelRow(*key, published_layers=published, **facts)
+        return HostModelRow(*key, published, **facts)
 
 
 Logits = dict[tuple[str, int], Tensor]
@@ -218,13 +210,13 @@ def run_case(case: Case, impls: Sequence[str]) -> Iterator[HostModelRow]:
     rows = list(timed(case, ALL, expected))  # also what others are compared with
     yield from rows if ALL in impls else ()
     if OURS.name in impls:
-        progress(f"moving experts of {case.name} to host memory")
+        command.progress(f"moving experts of {case.name} to host memory")
         moe_ops.offload_(case.model, resident=case.share, progress=False)
         yield from timed(case, OURS.name, expected)
         moe_ops.offload_(case.model, resident=1.0, progress=False)
         bench_models.release()
     if COPIES in impls:
-        progress(f"moving layers of {case.name} to host memory")
+        command.progress(f"moving layers of {case.name} to host memory")
         layers = CopiedLayers(moved(case), device)
         bench_models.release()
         yield from timed(case, COPIES, expected, layers.nbytes)
@@ -234,7 +226,7 @@ def run_case(case: Case, impls: Sequence[str]) -> Iterator[HostModelRow]:
 
 
 def _accelerated(case: Case, expected: Logits) -> Iterator[HostModelRow]:
-    progress(f"{case.name} with the hooks of accelerate")
+    command.progress(f"{case.name} with the hooks of accelerate")
     modules = moved(case)
     size = sum(x.nbytes for module in modules for x in module.parameters())
     try:
@@ -260,15 +252,15 @@ def build(name: str, layers: int | None, scheme: str, device: torch.device) -> A
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; without a GPU the default is the tiny models."""
     cuda = torch.cuda.is_available()
-    command = Parser(None, __doc__ or "")
-    add, text = command.add_argument, "(default: %(default)s)"
+    parser = command.Parser(None, __doc__ or "")
+    add, text = parser.add_argument, "(default: %(default)s)"
     names = ",".join(CASES if cuda else TINY_CASES)
     schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
     add("--model", dest="models", type=one_or_more(one_of("model", {n: n for n in SPECS})),
         default=names, metavar="..,", help=text)  # fmt: skip
     add("--scheme", dest="schemes", type=one_or_more(one_of("scheme", schemes)), metavar="..,",
         help="(default: as in the guide's table)")  # fmt: skip
-    add("--resident", type=readable(amount), metavar="SHARE",
+    add("--resident", type=readable(command.amount), metavar="SHARE",
         help="experts on the GPU, such as 0.25 (default: as in the guide's table)")  # fmt: skip
     add("--routing", dest="routings", type=one_or_more(one_of("routing", {n: n for n in ROUTINGS})),
         default=",".join(ROUTINGS), metavar="..,", help=text)  # fmt: skip
@@ -283,15 +275,12 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--layers", type=readable(count), help="build fewer layers; nothing is scaled up")
     add(
-        "--context",
-        type=readable(count),
-        default=512 if cuda else 20,
-        help="tokens in the cache before",
+        "--context", type=readable(count), default=512 if cuda else 20, help=f"cached tokens {text}"
     )
     add("--steps", type=readable(count), default=128 if cuda else 6, help=f"timed steps {text}")
-    add("--output", type=Path, default=default_output(), help="folder of the records")
-    add_time_budget(command, "start no model after this long")
-    return command.parse_args(arguments)
+    add("--output", type=Path, default=harness.default_output(), help="folder of the records")
+    command.add_time_budget(parser, "start no model after this long")
+    return parser.parse_args(arguments)
 
 
 def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, str, float]]:
@@ -308,29 +297,29 @@ def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, str, float]]:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all requested cases within the time budget; returns 1 after a failure."""
-    args, started, device = options(arguments), time.monotonic(), default_device()
-    path, number, failed = record_path(args.output, "host_models.json"), 0, []
+    args, started, device = options(arguments), time.monotonic(), harness.default_device()
+    path, number, failed = harness.record_path(args.output, "host_models.json"), 0, []
     for name, scheme, share in cases_of(args):
         if time.monotonic() - started > args.time_budget_s:
             print(f"no time left for {name} in {scheme}, and the rest")
             break
         try:
-            progress(f"making {name} in {scheme}")
+            command.progress(f"making {name} in {scheme}")
             model = build(name, args.layers, scheme, device)
             case = Case(
                 name, model, scheme, share, args.batches, args.routings, args.context, args.steps
             )
             for row in run_case(case, args.impls):
-                print_row(asdict(row), WIDTHS, head=number == 0)
+                command.print_row(asdict(row), WIDTHS, head=number == 0)
                 number += 1
                 if path:
-                    write_rows(path, [row], KEY)
+                    harness.write_rows(path, [row], KEY)
         except Exception as error:  # one failure must not lose the rows of other cases
             traceback.print_exc()
             failed.append(f"{name} {scheme}: {bench_models.first_line(error)}")
         model = case = None  # noqa: F841 (its memory is needed)
         bench_models.release()
-    return conclude(number, path, failed)
+    return command.conclude(number, path, failed)
 
 
 if __name__ == "__main__":

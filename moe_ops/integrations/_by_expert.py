@@ -1,9 +1,9 @@
 """Loading transformers' folders into host memory: an experts module gets one expert at a time.
 
 transformers collects the tensors of all experts of a module and stacks them, for all modules at
-once. While `by_expert` is open, its function that loads a state dict gets the tensors of experts
-modules in small calls instead: those of one expert, for a module whose parameters have one. So
-renaming, converting and casting stay transformers' own. Each result is copied into the store.
+once. While `by_expert` is open, its function that loads a state dict gets the tensors of one expert
+at a time instead, for a module whose parameters have one expert. So renaming, converting and
+casting stay transformers' own. Each result is copied into the store.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ WANTED: ContextVar[Wanted | None] = ContextVar("experts of the model being loade
 def by_expert(resident: float | str, device: torch.device) -> Iterator[None]:
     """Let transformers load experts into host memory, one at a time, where that is possible.
 
-    It is not for modules whose tensors in the files do not have an expert each or a first axis of
-    experts, and for those of MXFP4 in triton_kernels' layouts: transformers loads them whole.
+    Transformers loads other modules whole: their tensors in the files are neither of single experts
+    nor begin with an axis of experts, or are MXFP4 in triton_kernels' layouts.
     """
-    _install()
+    _wrap_loader()
     token = WANTED.set(Wanted(resident, device))
     try:
         yield
@@ -69,7 +69,7 @@ def by_expert(resident: float | str, device: torch.device) -> Iterator[None]:
         WANTED.reset(token)
 
 
-def _install() -> None:
+def _wrap_loader() -> None:
     """Wrap the function `LOADS`; calling this again changes nothing."""
     function = getattr(modeling_utils, LOADS, None)
     if function is None or hasattr(function, WRAPPED):
@@ -168,7 +168,7 @@ def _held(
             own_names = (key for key, _ in layer.named_parameters())
             names += [f"{target.name}.{LAYER}.{key}" for key in own_names]
     own = [t for t in targets if isinstance(t, ExpertsOnHost) and not _mxfp4.is_experts(t.module)]
-    parts = _parts(model, tensors, config.weight_mapping or [], {t.name: t for t in own})
+    parts = _parts_of_modules(model, tensors, config.weight_mapping or [], {t.name: t for t in own})
     loads = []
     for target in own:
         amount, part = target.amount(), parts.get(target.name)
@@ -187,7 +187,7 @@ def _held(
     return tensors, names
 
 
-def _parts(
+def _parts_of_modules(
     model: Any, tensors: Mapping[str, Any], conversions: list[Any], own: Mapping[str, Any]
 ) -> dict[str, _Part]:
     """Return the tensors of each experts module, without modules that have others."""

@@ -37,8 +37,8 @@ NO_ADAPTERS = (
 
 def is_config(config: Any) -> bool:
     """Whether a configuration is that of a gpt-oss folder whose experts are MXFP4."""
-    quantized = getattr(config, "quantization_config", None) or {}
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    declared = getattr(config, "quantization_config", None)
+    method = declared.get("quant_method") if isinstance(declared, dict) else None
     return bool(config.model_type == "gpt_oss" and method == "mxfp4")
 
 

@@ -72,7 +72,7 @@ class KeepsBits(WeightLoading):
         self.initial_seed = seed
 
     def _refill(self, seed: int | None = None) -> int | None:
-        """Fill the parameters as those of a new layer; return the seed, see `initialize`."""
+        """Fill the parameters like a new layer's; return the seed, see `initialize`."""
         for name, spec in parameter_specs(self.sizes).items():
             param = self._parameters.get(name)
             if param is not None:

@@ -12,14 +12,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-bench = import_module("bench_host_models")
-drawn = import_module("drawn_routings")
-hits = import_module("hit_rates")
-host_table = import_module("host_table")
-moved = import_module("moved_weights")
-whole = import_module("whole_models")
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+NAMES = ("bench_host_models", "drawn_routings", "hit_rates", "host_table", "moved_weights")
+bench, drawn, hits, host_table, moved = map(import_module, NAMES)
+whole = bench.whole_models
 
 import moe_ops  # noqa: E402
 
