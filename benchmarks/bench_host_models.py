@@ -1,10 +1,10 @@
 """Time decode steps of whole transformers models whose experts are in host memory.
 
 Models have real sizes and random weights. Routers choose experts that are drawn anew in each step
-(`drawn_routings.py`). Each model runs with all experts on the GPU, if they fit; with a share of
-each layer's experts there; with a share of the layers there and the experts of other layers copied
-before each forward (`moved_weights.py`); and as accelerate does that, if it is installed. The two
-shares take the same memory. Steps are captured in a CUDA graph, except accelerate's.
+(`drawn_routings.py`). Each model is built on the GPU and runs with all experts there; then with a
+share of each layer's experts; then with a share of the layers, and the experts of other layers
+copied before each forward (`moved_weights.py`); and as accelerate does that, if it is installed.
+All shares take the same memory. Steps are captured in a CUDA graph, except accelerate's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_ops.bench import command, harness
 from moe_ops.bench.command import count, one_of, one_or_more, readable
 
 KEY = ("model", "layers", "scheme", "share", "routing", "M", "impl")
-ALL = "all on the GPU"
+ALL = "all-resident"
 IMPLS = (ALL, OURS.name, COPIES, ACCELERATE)
 CASES = {
     "gpt-oss-120b": ((MXFP4, 0.5),),
@@ -100,10 +100,18 @@ class Case(NamedTuple):
 
     def row(self, routing: str, m: int, impl: str, **facts: Any) -> HostModelRow:
         """The row of a step."""
-        layers = self.model.config.num_hidden_layers
         published = SPECS[self.name].config(None).num_hidden_layers
-        key = (self.name, layers, self.scheme, self.share, routing, m, impl)
-        return HostModelRow(*key, published, **facts)
+        return HostModelRow(
+            self.name,
+            self.model.config.num_hidden_layers,
+            self.scheme,
+            self.share,
+            routing,
+            m,
+            impl,
+            published,
+            **facts,
+        )
 
 
 Logits = dict[tuple[str, int], Tensor]
@@ -254,25 +262,22 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = command.Parser(None, __doc__ or "")
     add, text = parser.add_argument, "(default: %(default)s)"
-    names = ",".join(CASES if cuda else TINY_CASES)
     schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
-    add("--model", dest="models", type=one_or_more(one_of("model", {n: n for n in SPECS})),
-        default=names, metavar="..,", help=text)  # fmt: skip
-    add("--scheme", dest="schemes", type=one_or_more(one_of("scheme", schemes)), metavar="..,",
-        help="(default: as in the guide's table)")  # fmt: skip
-    add("--resident", type=readable(command.amount), metavar="SHARE",
-        help="experts on the GPU, such as 0.25 (default: as in the guide's table)")  # fmt: skip
-    add("--routing", dest="routings", type=one_or_more(one_of("routing", {n: n for n in ROUTINGS})),
-        default=",".join(ROUTINGS), metavar="..,", help=text)  # fmt: skip
-    add("--impls", type=one_or_more(one_of("implementation", {n: n for n in IMPLS})),
-        default=",".join(IMPLS), metavar="..,", help=text)  # fmt: skip
-    add(
-        "--batches",
-        type=one_or_more(count),
-        default="1,8" if cuda else "1",
-        metavar="M,..",
-        help=text,
-    )
+    lists = {
+        "models": ("model", {n: n for n in SPECS}, ",".join(CASES if cuda else TINY_CASES)),
+        "schemes": ("scheme", schemes, None),
+        "routings": ("routing", {n: n for n in ROUTINGS}, ",".join(ROUTINGS)),
+        "impls": ("implementation", {n: n for n in IMPLS}, ",".join(IMPLS)),
+    }
+    for dest, (what, names, default) in lists.items():
+        option = "--impls" if dest == "impls" else f"--{dest[:-1]}"
+        shown = text if default else "(default: as in the guide's table)"
+        read = one_or_more(one_of(what, names))
+        add(option, dest=dest, type=read, default=default, metavar="..,", help=shown)
+    share = "experts on the GPU, such as 0.25 (default: as in the guide's table)"
+    add("--resident", type=readable(command.amount), metavar="SHARE", help=share)
+    batches = "1,8" if cuda else "1"
+    add("--batches", type=one_or_more(count), default=batches, metavar="M,..", help=text)
     add("--layers", type=readable(count), help="build fewer layers; nothing is scaled up")
     add(
         "--context", type=readable(count), default=512 if cuda else 20, help=f"cached tokens {text}"

@@ -106,8 +106,8 @@ def best(trace: Trace, slots: int) -> int:
             uses.setdefault(expert, []).append(now)
 
     def soonest(experts: set[int]) -> set[int]:
-        known = sorted((uses[expert][-1], expert) for expert in experts if uses[expert])
-        return {expert for _, expert in known[:slots]}
+        later_uses = ((uses[expert][-1], expert) for expert in experts if uses[expert])
+        return {expert for _, expert in sorted(later_uses)[:slots]}
 
     held, hits = soonest({*uses}), 0
     for wanted in later:

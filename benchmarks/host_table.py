@@ -96,8 +96,8 @@ def _models(path: Path) -> list[list[str]]:
         own = rows.get("moe_ops") or {}
         hits = "-" if own.get("hit_rate") is None else f"{own['hit_rate']:.0%}"
         case = [record["gpu"], f"`{model}`", f"`{scheme}`", f"{share:.0%}", routing, str(m)]
-        both = [_shown(rates.get("all on the GPU")), _shown(rates.get("moe_ops"))]
-        others = [_shown(rates.get(name)) for name in ("copied layers", "accelerate")]
+        both = [_shown(rates.get("all-resident")), _shown(rates.get("moe_ops"))]
+        others = [_shown(rates.get(name)) for name in ("copied-layers", "accelerate")]
         lines.append([*case, *both, hits, _shown(own.get("copied_gb"), 2), *others])
     return lines
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_ops.residency.host import HostMemory, padded_size
 
-ACCELERATE, COPIES = "accelerate", "copied layers"
+ACCELERATE, COPIES = "accelerate", "copied-layers"
 
 
 class CopiedLayers:

@@ -204,8 +204,8 @@ def _parts_of_modules(
             group = (renamed, name if pattern is None else pattern)
             groups.setdefault(module, {}).setdefault(group, []).append(name)
     parts = {}
-    for module, found in groups.items():
-        experts, lists = own[module].amount().num_experts, [*found.values()]
+    for module, lists_of in groups.items():
+        experts, lists = own[module].amount().num_experts, [*lists_of.values()]
         if all(len(names) in (1, experts) for names in lists):
             single = [names for names in lists if len(names) == experts]
             parts[module] = _Part(single, [names[0] for names in lists if len(names) == 1])
