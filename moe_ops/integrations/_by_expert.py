@@ -157,16 +157,16 @@ def _held(
         return tensors, []
     named = counts_of(targets, "resident_experts", wanted.resident)
     counts = {target.name: count for target, count in zip(targets, named, strict=True)}
+    quantized = [
+        target
+        for target in targets
+        if isinstance(target, QuantizedOnHost) and counts[target.name] < target.amount().num_experts
+    ]
     names: list[str] = []
-    for target in targets:
-        if (
-            isinstance(target, QuantizedOnHost)
-            and counts[target.name] < target.amount().num_experts
-        ):
-            layer = target.module  # stays on meta until its own tensors are loaded
-            layer.resident_experts, layer._device = counts[target.name], wanted.device
-            own_names = (key for key, _ in layer.named_parameters())
-            names += [f"{target.name}.{LAYER}.{key}" for key in own_names]
+    for target in quantized:
+        layer = target.module  # stays on meta until its own tensors are loaded
+        layer.resident_experts, layer._device = counts[target.name], wanted.device
+        names += [f"{target.name}.{LAYER}.{key}" for key, _ in layer.named_parameters()]
     own = [t for t in targets if isinstance(t, ExpertsOnHost) and not _mxfp4.is_experts(t.module)]
     parts = _parts_of_modules(model, tensors, config.weight_mapping or [], {t.name: t for t in own})
     loads = []
@@ -177,7 +177,7 @@ def _held(
         expert = _loader(function, model, target, part, tensors, config)
         if expert(0) is not None:
             loads.append((target, part, expert))
-    sizes = (target.amount() for target, *_ in loads)
+    sizes = (target.amount() for target in (*quantized, *(load[0] for load in loads)))
     check_host_room(sum(amount.num_experts * amount.expert_bytes for amount in sizes))
     for target, part, expert in with_progress(loads, "loading experts", progress=bool(loads)):
         _hold(target, counts[target.name], wanted.device, expert)

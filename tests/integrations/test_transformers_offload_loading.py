@@ -209,6 +209,8 @@ def test_errors_come_before_anything_is_loaded(tmp_path, on_cpu, held, monkeypat
     size = 2 * E * 3 * 64 * 64 * 4
     with pytest.raises(RuntimeError, match=f"{size} bytes, got 1000 bytes available"):
         integration.from_pretrained(folder, resident_experts=3)
+    with pytest.raises(RuntimeError, match=r"all experts, \d+ bytes, got 1000 bytes"):
+        integration.from_pretrained(quantized, resident_experts=3)
     assert not held
     monkeypatch.setattr(host, "available_bytes", lambda: None)
     everything = integration.from_pretrained(folder, resident_experts=1.0)
