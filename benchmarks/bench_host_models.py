@@ -188,7 +188,7 @@ def measured(case: Case, impl: str, call: Callable[[], Tensor], copied: int) -> 
     device, model = case.model.device, case.model
     cuda, own = device.type == "cuda", impl == OURS.name
     steps = min(case.steps, MOST_STEPS.get(impl, case.steps))
-    warm_ups = case.steps if own else 1
+    warm_ups = 1 if impl in MOST_STEPS else case.steps
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     run = ready(call, device, warm_ups, captured=cuda and impl != ACCELERATE)
@@ -241,7 +241,8 @@ def _accelerated(case: Case, expected: Logits) -> Iterator[HostModelRow]:
         with_accelerate(modules, case.model.device)
         yield from timed(case, ACCELERATE, expected, size)
     except Exception as error:  # accelerate may be missing, and hooks may not know these modules
-        traceback.print_exc()
+        if not isinstance(error, ImportError):
+            traceback.print_exc()
         why = f"{type(error).__name__}: {bench_models.first_line(error)}"
         for routing in case.routings:
             for m in case.batches:

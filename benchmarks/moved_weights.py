@@ -39,7 +39,9 @@ class CopiedLayers:
             self.on_host.append({name: _on_host(x.data, memory) for name, x in own.items()})
             for name, x in own.items():
                 key = (name, x.dtype, x.shape, x.stride())
-                x.data = self._places.setdefault(key, torch.empty_like(x.data))
+                if key not in self._places:
+                    self._places[key] = torch.empty_like(x.data)
+                x.data = self._places[key]
         self._hooks = [
             module.register_forward_pre_hook(self._copies(number))
             for number, module in enumerate(modules)
