@@ -163,10 +163,10 @@ def _held(
         if isinstance(target, QuantizedOnHost) and counts[target.name] < target.amount().num_experts
     ]
     names: list[str] = []
-    for target in quantized:
-        layer = target.module  # stays on meta until its own tensors are loaded
-        layer.resident_experts, layer._device = counts[target.name], wanted.device
-        names += [f"{target.name}.{LAYER}.{key}" for key, _ in layer.named_parameters()]
+    for inner in quantized:
+        layer = inner.module  # stays on meta until its own tensors are loaded
+        layer.resident_experts, layer._device = counts[inner.name], wanted.device
+        names += [f"{inner.name}.{LAYER}.{key}" for key, _ in layer.named_parameters()]
     own = [t for t in targets if isinstance(t, ExpertsOnHost) and not _mxfp4.is_experts(t.module)]
     parts = _parts_of_modules(model, tensors, config.weight_mapping or [], {t.name: t for t in own})
     loads = []

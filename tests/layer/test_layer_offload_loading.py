@@ -85,6 +85,20 @@ def test_packed_forms_are_made_in_place(on_hopper):
     assert not failed
 
 
+def test_mxfp4_that_is_held_as_fp8(monkeypatch):
+    """All rows must be exact, so a layer is converted at once, into a store of its own."""
+    monkeypatch.setattr(forms, "gains_by_fp8", lambda *_: True)
+    source = checkpoint("mxfp4_w4a8_token")
+    plain, layer = made("mxfp4_w4a8_token"), made("mxfp4_w4a8_token", resident_experts=SLOTS)
+    for each in (plain, layer):
+        moe_ops.load_checkpoint(each, source, progress=False)
+    assert forms.forms_of(layer) == dict.fromkeys(forms.WEIGHTS, forms.FP8)
+    assert_same_state(plain, layer)
+    x, logits = torch.randn(5, SIDE).bfloat16(), torch.randn(5, E).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(layer(x, logits), plain(x, logits))
+
+
 def test_stacked_and_plain_weights(tmp_path):
     stacked = checkpoint("unquantized", stacked=True)
     check_peak("unquantized", stacked, 4)
