@@ -49,7 +49,7 @@ def launched_problem(name, arguments, keywords):
     """The problem of an operator's launcher, which launches nothing."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_ready", lambda problem, *rest: (found.append(problem), None))
+        patch.setattr(run, "_ready", lambda problem, *rest: (found.append(problem), None, True))
         patch.setattr(run, "PREPARED", {})
         module = import_module(f"moe_ops.kernels.{STAGES[name]}")
         getattr(module, name.replace(".", "_"))(*arguments, **keywords)
