@@ -54,9 +54,18 @@ def activated_product(
 ) -> tuple[Tensor, Tensor]:
     """``(slots, I)`` or ``(slots, N)``, as `expert_product`, and the product ``(slots, N)``."""
     h = expert_product(
-        a, a_scale, weight, topk_weights, tiles, top_k, scheme, out_dtype, activation, expert_order,
+        a,
+        a_scale,
+        weight,
+        topk_weights,
+        tiles,
+        top_k,
+        scheme,
+        out_dtype,
+        activation,
+        expert_order,
         batch_invariant,
-    )  # fmt: skip
+    )
     return h, h.new_empty(h.shape[0], weight[0].shape[1])
 
 

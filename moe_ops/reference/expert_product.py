@@ -71,12 +71,20 @@ def expert_product(
     multiplied = product_of(*rows, stored, numbers, batch_invariant)
     inputs = rows[:1] if quant is None or quant.per_tensor else rows
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    then = Epilogue(stored.bias, topk_weights, activation)
+    then = Epilogue(stored.bias, topk_weights, activation, product)
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        multiplied, inputs, stored, tiles, rule, top_k, out_dtype, then,
-        permuted=permuted, out=out, before=product,
-    )  # fmt: skip
+        multiplied,
+        inputs,
+        stored,
+        tiles,
+        rule,
+        top_k,
+        out_dtype,
+        then,
+        permuted=permuted,
+        out=out,
+    )
 
 
 def activated_product(
@@ -100,9 +108,19 @@ def activated_product(
     slots, columns = a.shape[0] * top_k, weight[0].shape[1]
     product = a.new_zeros(slots, columns, dtype=out_dtype)
     h = expert_product(
-        a, a_scale, weight, topk_weights, tiles, top_k, scheme, out_dtype, activation, expert_order,
-        batch_invariant, product=product,
-    )  # fmt: skip
+        a,
+        a_scale,
+        weight,
+        topk_weights,
+        tiles,
+        top_k,
+        scheme,
+        out_dtype,
+        activation,
+        expert_order,
+        batch_invariant,
+        product=product,
+    )
     return h, product
 
 

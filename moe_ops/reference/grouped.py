@@ -29,6 +29,8 @@ class Epilogue(NamedTuple):
     """One per slot."""
     activation: str = ""
     """Key of f; empty: no activation."""
+    product: Tensor | None = None
+    """Where the rows before the activation are written, in slot order; None: nowhere."""
 
 
 def grouped(
@@ -43,7 +45,6 @@ def grouped(
     *,
     permuted: str | None = None,
     out: Tensor | None = None,
-    before: Tensor | None = None,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * product + bias[e])`` in float32, rounded once.
 
@@ -61,7 +62,6 @@ def grouped(
         then: what follows the products.
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
         out: the tensor to write to; None: a new one.
-        before: where the rows before the activation are written, in slot order; None: nowhere.
     """
     num_slots, n = len(inputs[0]) * top_k, weight.data.shape[1]
     planned = planned_rows(tiles, rule, num_slots, num_experts_of(weight))
@@ -77,8 +77,8 @@ def grouped(
     if then.bias is not None:
         for expert, part in zip(experts, parts, strict=True):
             part += then.bias[expert].float()
-    if before is not None:
-        before.index_copy_(0, slots, rows.to(before.dtype))
+    if then.product is not None:
+        then.product.index_copy_(0, slots, rows.to(dtype))
     if then.activation:
         applied = formula(then.activation)
         rows = apply(*split(rows, applied), applied)

@@ -16,6 +16,7 @@ import plans  # noqa: E402
 from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized, slot_plan  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from products import plain_product  # noqa: E402
+from table_items import every_row  # noqa: E402
 
 from moe_ops.dispatch import GemmProblem  # noqa: E402
 from moe_ops.dispatch.device import Device
@@ -90,7 +91,7 @@ def test_a_layer(scheme, layer):
         assert c.ON_DEMAND is (packed and on_demand) and tile == c.BLOCK_M
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("scheme", "tokens", "activation", "spilled"),
     [
         ("unquantized", 4000, "silu", 0),
