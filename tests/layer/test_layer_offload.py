@@ -287,7 +287,8 @@ def test_one_graph_for_any_number_of_tokens_and_waves():
     stats = other.offload_stats()
     assert counter.frame_count <= 2 and stats.waves > 5 and stats.misses > 8
     ops_seen = {str(node.target) for graph in counter.graphs for node in graph.graph.nodes}
-    assert any("host_product" in name for name in ops_seen)
+    assert any("expert_product" in name for name in ops_seen)
+    assert not ops.expert_product._schema.is_mutable  # slots are a cache, which no graph sees
 
 
 def test_ranks_have_a_store_each():
@@ -408,10 +409,7 @@ def test_modules_choose_layers():
 def test_products_need_a_routing(device):
     """Rows that are grouped by expert have none: there is nothing to decide by."""
     _, other = both(filled(), 3)
-    host_experts = other.host_experts.residency
-    x = torch.randn(2, 32)
+    weight, x = other.host_experts.quant_config.on_host.w1, torch.randn(2, 32)
+    plan = torch.zeros(99, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="topk_ids for experts in host memory"):
-        ops.host_product(
-            x, None, host_experts.tables[0], host_experts.state, None, [None, None, None], 1,
-            2 * I, x.dtype,
-        )  # fmt: skip
+        ops.expert_product(x, None, [*weight], None, [plan, None, None], 1, "unquantized", x.dtype)

@@ -27,16 +27,19 @@ class GemmOperands(NamedTuple):
     """Whether the kernel may read the routing, the weight and the weight's scales and zero points
     before the kernels before it end: see `moe_ops.kernels._runtime.dependent`."""
 
+    experts: int | None = None
+    """El if the weight's tensors are the slots of experts in host memory; tiles then have rows of
+    slots in place of experts: see `moe_ops.kernels._gemm.rows`."""
+
     @property
     def num_experts(self) -> int:
-        """El, of which the weight's tensors may hold fewer: see `ExpertWeight.rows`."""
-        weight = self.weight
-        return (weight.data if weight.rows is None else weight.rows).shape[0]
+        """El."""
+        return self.weight.data.shape[0] if self.experts is None else self.experts
 
     @property
     def facts(self) -> tuple[Any, ...]:
         """A cache key: all that size checks and the choice of a kernel read of the operands."""
-        a, a_scale, (w, bias, *scales), weights, tiles, _ = self
+        a, a_scale, (w, bias, *scales), weights, tiles, *_ = self
         facts = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
         facts += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))
         facts += [None if x is None else x.shape for x in (bias, weights, *tiles)]

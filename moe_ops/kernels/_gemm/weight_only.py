@@ -243,7 +243,7 @@ class StoredGemm:
             as_bytes(dense(operands.weight.scale)),
             *map(dense, self.vectors(operands)),
             out,
-            *tile_arguments(operands.tiles, out.shape[0], num_experts, operands.weight.rows),
+            *tile_arguments(operands.tiles, out.shape[0], self.problem.sizes.num_experts),
             a.stride(0),
             *scale_strides(operands.a_scale, self.scheme.activation, num_experts),
             *w.stride(),
