@@ -180,7 +180,7 @@ def launch_residency(empty, experts, slots, row_tile=16):
     table = empty(2, 6, COLUMNS, dtype=torch.int64)
     state, rows = empty(2, at.length, dtype=torch.int64), empty(experts, dtype=torch.int32)
     owner = SimpleNamespace(
-        num_experts=experts, num_slots=slots, table=table, state=state, chunks=(200, 100)
+        num_experts=experts, num_slots=slots, parts=[(table, state)], chunks=(200, 100)
     )
     plan, plans = (empty(*shape, dtype=torch.int32) for shape in ((3000,), (2, 3000)))
     few, many = empty(1, 8, dtype=torch.int32), empty(64, 8, dtype=torch.int64)

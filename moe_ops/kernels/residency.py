@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_ops.dispatch.tile_plan import plan_to_read
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.rows import plan_constants, write_map, write_plan
+from moe_ops.kernels._gemm.tile import planned_tiles
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
@@ -238,6 +239,7 @@ def _make_resident_kernel(
     rows = state.to(tl.pointer_type(tl.int32), bitcast=True) + S.ROWS
     if plan is not None:
         plan_out += tl.program_id(1) * num_entries
+        tiles = planned_tiles(plan, num_entries, S.TILE)
     if expert_map is not None:
         map_out += tl.program_id(1) * num_global
     count = tl.full((), 0, tl.int32)
@@ -251,7 +253,7 @@ def _make_resident_kernel(
     else:
         count = _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S)
         if plan is not None:
-            write_plan(plan, rows, plan_out, num_entries, S.E, S.TILE, S.WIDE, S.TILES)
+            write_plan(plan, tiles, rows, plan_out, S.E, S.TILE, S.WIDE, S.TILES)
     if expert_map is not None:
         write_map(expert_map, rows, map_out, num_global, S.E)
     if count > 0:
@@ -306,8 +308,7 @@ def make_resident(
         weights: 1 or 2.
     """
     plan, topk_ids, expert_map = tiles
-    table, state = (x.narrow(0, first, weights) for x in (owner.table, owner.state))
-    num_ids = topk_ids.numel()
+    (table, state), num_ids = owner.parts[first], topk_ids.numel()
     units = min(num_ids, owner.num_slots) * max(owner.chunks[first : first + weights])
     programs = max(1, min(PROGRAMS // weights, units))
     few, rows, entries = num_ids <= FEW_IDS, table.shape[1], 0 if plan is None else plan.shape[0]

@@ -75,6 +75,8 @@ class Residency:
         states = [self.layout.new_state(address + 8 * COUNTERS * i) for i in range(2)]
         self.state = torch.stack(states).to(device)
         """``(2, length)``: see `StateLayout`."""
+        self.parts = tuple((self.table[i:], self.state[i:]) for i in range(2))
+        """Table and state from each weight on."""
         for table in self.tables:
             _OPEN[table.data_ptr()] = self
             if device.type == "cuda":

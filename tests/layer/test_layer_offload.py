@@ -5,9 +5,12 @@ import gc
 import io
 import pickle
 import weakref
+from collections import Counter
 
 import pytest
 import torch
+from conftest import HAS_CUDA, INTERPRETED
+from launches import launched_kernels
 from packed_weights import PACKABLE
 from small_layers import E, I, K, batch, filled, kernel_of
 from table_items import every_row
@@ -121,6 +124,25 @@ def test_every_option_has_the_bits_of_the_layer_without(resident, options):
 def test_kernels_have_the_bits_of_the_layer_without(device):
     layer = filled(params_dtype=torch.float32, has_bias=True)
     assert_same(*both(layer, 3, device), device, tokens=(1, 5))
+
+
+@pytest.mark.kernel
+def test_launches_beside_those_of_the_layer_without(device, monkeypatch):
+    """One for the first wave of both weights, and for each later wave one, and a GEMM, a weight."""
+    if not (HAS_CUDA or INTERPRETED):
+        pytest.skip("needs kernels")
+    layer, other = both(filled(params_dtype=torch.float32), 4, device)
+    names = launched_kernels(monkeypatch)
+    for tokens, waves in ((1, 1), (2, 1), (3, 2), (9, 2)):
+        counts = []
+        for module in (layer, other):
+            names.clear()
+            with torch.no_grad():
+                module(*(x.to(device) for x in batch(tokens)))
+            counts.append(Counter(names))
+        more, later = counts[1] - counts[0], waves - 1
+        assert more.pop("_make_resident_kernel") == 1 + 2 * later
+        assert not counts[0] - counts[1] and more.total() == 2 * later, (tokens, counts)
 
 
 def test_stats_count_experts_waves_and_bytes():

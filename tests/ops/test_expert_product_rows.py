@@ -22,7 +22,7 @@ SCHEMES = (
 
 @pytest.mark.kernel
 @every_row("mapped", [False, True])
-@every_row("tokens", [1, 3, 40])
+@every_row("tokens", [1, 40])
 @every_row("scheme", SCHEMES)
 def test_waves_have_the_bits_of_the_whole(scheme, tokens, mapped, device):
     """Each wave writes the rows of its experts, and leaves the others as they are."""
@@ -46,7 +46,7 @@ def test_waves_have_the_bits_of_the_whole(scheme, tokens, mapped, device):
     mine = local.flatten() >= 0
     whole = ops.expert_product(rows, scale, [*weight], None, tiles, *rest)[mine]
     owner = residency_of_weights(weight, weight, 2)
-    for each in (*whole_weights(owner), whole_weights(owner)[0]):
+    for each in whole_weights(owner):
         out = ops.expert_product(rows, scale, each, None, tiles, *rest)
         assert torch.equal(out[mine], whole)
 

@@ -13,7 +13,6 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 
-from moe_ops.kernels._gemm.tile import planned_tiles
 from moe_ops.kernels._runtime.slots import HEADER, next_power_of_2
 
 ENTRIES = tl.constexpr(1024)
@@ -40,17 +39,18 @@ def row_or_none(expert, rows, num_experts):
 
 @triton.jit
 def write_plan(
-    plan, rows, out, num_entries, num_experts,
+    plan, count, rows, out, num_experts,
     TILE: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write a plan of the tiles whose experts have rows, in order; programs share the tiles.
+    """Write a plan of the tiles whose experts have rows, in order; programs share blocks of tiles.
 
-    Every program counts all tiles. TILE: the plan's row tile; WIDE: the same, a power of two.
+    ``count``: the plan's `planned_tiles`. TILE: its row tile; WIDE: TILE, rounded up to a power of
+    two; TILES: the tiles of a block.
     """
     experts_at, firsts_at = tl.load(plan + 1), tl.load(plan + 2)
-    count, kept = planned_tiles(plan, num_entries, TILE), 0
-    col = tl.arange(0, WIDE)
-    for block in range(0, (count + TILES - 1) // TILES):
+    col, kept = tl.arange(0, WIDE), 0
+    blocks = (count + TILES - 1) // TILES
+    for block in range(0, tl.where(tl.program_id(0) < blocks, blocks, 0)):
         tile = block * TILES + tl.arange(0, TILES)
         expert = tl.load(plan + experts_at + tile, mask=tile < count, other=-1)
         row = row_or_none(expert, rows, num_experts)
