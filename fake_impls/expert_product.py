@@ -110,7 +110,7 @@ def num_slots(
     each_row = 1 if quant is None else quant.element.values_per_byte
     slots = sizes.gemm(a, w, (each_row, each), bias, tiles, rule, top_k)
     experts, n, width = w.shape
-    one = w if host is None else w[:1]  # one expert lies for all
+    one = w if host is None else w.narrow(0, 0, 1)  # one expert lies for all
     sizes.weight_parts(scheme, (experts, n, each * width), one, w_scale, global_scale, zero_point)
     if expert_order and parsed.weight is not None:
         rule_of_order = f"expert_order must be False for scheme {scheme}, whose weight is quantized"

@@ -345,9 +345,9 @@ def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
         make_resident(owner, number, tiles, row_tile, 0, plans, maps, count)
         own, *others = (
             (
-                None if plans is None else plans[i],
+                None if plans is None else plans.select(0, i),
                 topk_ids,
-                owner.row_maps[number + i] if maps is None else maps[i],
+                owner.row_maps[number + i] if maps is None else maps.select(0, i),
             )
             for i in range(count)
         )

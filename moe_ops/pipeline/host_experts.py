@@ -149,4 +149,4 @@ def whole(slots: ExpertWeight, table: Tensor, num_experts: int) -> ExpertWeight:
 
 def _all(slots: Tensor | None, num_experts: int) -> Tensor | None:
     """A view of the first slot with the shape of all experts."""
-    return None if slots is None else slots[:1].expand(num_experts, *slots.shape[1:])
+    return None if slots is None else slots.narrow(0, 0, 1).expand(num_experts, *slots.shape[1:])

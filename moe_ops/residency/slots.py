@@ -75,7 +75,9 @@ class Residency:
         states = [self.layout.new_state(address + 8 * COUNTERS * i) for i in range(2)]
         self.state = torch.stack(states).to(device)
         """``(2, length)``: see `StateLayout`."""
-        self.parts = tuple((self.table[i:], self.state[i:]) for i in range(2))
+        self.parts = tuple(
+            (self.table.narrow(0, i, 2 - i), self.state.narrow(0, i, 2 - i)) for i in range(2)
+        )
         """Table and state from each weight on."""
         for table in self.tables:
             _OPEN[table.data_ptr()] = self

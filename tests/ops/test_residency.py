@@ -5,10 +5,21 @@ import random
 import pytest
 import torch
 from conftest import INTERPRETED
-from residencies import Model, decided, residency, residency_of_weights, serve, whole_weights
+from residencies import (
+    KERNELS,
+    LEG,
+    Model,
+    decided,
+    residency,
+    residency_of_weights,
+    serve,
+    whole_weights,
+)
 from table_items import every_row
 
 from moe_ops import ops
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.dispatch.tiles import plan_sizes, row_tile
 from moe_ops.reference import residency as reference
 from moe_ops.residency import OffloadStats, parse_amount, residency_of, waves_of
 from moe_ops.residency.amount import Amount
@@ -113,6 +124,37 @@ def test_the_kernel_decides_as_the_reference(device):
             if step == 12:
                 owner.empty_()
                 other.empty_()
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not KERNELS, reason="references read the plan of all experts")
+def test_plans_of_waves(device):
+    """Each wave has the tiles of its experts alone, and a wave without experts has none."""
+    experts, slots = 40, 9
+    owner, rows = residency(experts, slots, device), torch.zeros(1, 1, device=device).bfloat16()
+    g = torch.Generator().manual_seed(0)
+    for wanted in (30, 9, 4):
+        ids = torch.randint(wanted, (70, 3), generator=g, dtype=torch.int32).to(device)
+        plan = ops.plan_slots(ids, None, experts, "unquantized", torch.bfloat16)
+        rule = gemm_rule("unquantized", rows, [plan, ids, None])
+        sizes, tile = plan_sizes(210, experts, rule), row_tile(rule, 210, experts)
+        number = int(plan[0]) // tile
+        parts = [plan[at : at + number] for at in (sizes.experts_at, sizes.firsts_at)]
+        tiles = [plan[4:][: number * tile].view(-1, tile), *parts]
+        served = []
+        for wave in range(waves_of(experts, slots, 210)):
+            out = torch.full((1, len(plan)), -7, dtype=torch.int32, device=device)
+            LEG.make_resident(owner, 1, (plan, ids, None), tile, wave, out, None)
+            mine = (owner.row_maps[1][tiles[1]] >= 0).nonzero().flatten()
+            served += mine.tolist()
+            assert out[0, 0] == len(mine) * tile
+            if len(mine):
+                assert torch.equal(out[0, 1:4], plan[1:4])
+            assert torch.equal(out[0, 4:][: len(mine) * tile].view(-1, tile), tiles[0][mine])
+            expected = (owner.row_maps[1][tiles[1][mine]], tiles[2][mine])
+            for at, values in zip((sizes.experts_at, sizes.firsts_at), expected, strict=True):
+                assert torch.equal(out[0, at : at + len(mine)], values)
+        assert sorted(served) == [*range(number)]
 
 
 @pytest.mark.kernel
