@@ -53,9 +53,9 @@ def expert_product_out(
     scheme = UNQUANTIZED.key
     slots, n = num_slots(a, None, weight, tiles, top_k, scheme, a.dtype, False, batch_invariant)
     _, bias, *_, host = sizes.expert_weight(weight)
-    for name, x in (("bias", bias), ("host", host)):
-        if x is not None:
-            raise ValueError(f"{name} must be None where products are added, got a Tensor")
+    if bias is not None or host is not None:
+        name = "bias" if host is None else "host"
+        raise ValueError(f"{name} must be None where products are added, got a Tensor")
     sizes.entries("topk_weights", topk_weights, slots)
     sizes.shaped("out", out, slots, n)
     if out.dtype != a.dtype:
