@@ -188,6 +188,8 @@ def test_products_of_calls_that_are_interleaved(device):
         second(h, call)
     for call in calls:
         second(first(call), call)
+    for number in (2, 1, 2):
+        second(products[number], calls[number])
     owner.empty_()
     second(products[2], calls[2])
 
