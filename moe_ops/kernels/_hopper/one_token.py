@@ -193,8 +193,8 @@ def copy_columns(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.cons
     boxes, step = boxes_of(ring, w_desc, SLOTS, G), gl.to_tensor(0)
     for unit in range(gl.program_id(0), G.UNITS, gl.num_programs(0)):
         for tile in gl.static_range(TILES):
-            _, chosen, column = place_columns(unit, tile, choices, G, OF_WARP)
-            scale_at = scales_at(w_scale, gl.maximum(chosen, 0), column, G)
+            _, expert, column = place_columns(unit, tile, choices, G, OF_WARP)
+            scale_at = scales_at(w_scale, gl.maximum(expert, 0), column, G)
             for t in range(G.CHUNKS * G.STEPS):
                 stage, full = stage_to_fill(ring, turn_of(step, G))
                 mbarrier.expect(full, PIECE_BYTES)
