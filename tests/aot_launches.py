@@ -180,13 +180,14 @@ def launch_residency(empty, experts, slots, row_tile=16):
     table = empty(2, 6, COLUMNS, dtype=torch.int64)
     state, rows = empty(2, at.length, dtype=torch.int64), empty(experts, dtype=torch.int32)
     owner = SimpleNamespace(
-        num_experts=experts, num_slots=slots, parts=[(table, state)], chunks=(200, 100)
-    )
-    plan, plans = (empty(*shape, dtype=torch.int32) for shape in ((3000,), (2, 3000)))
+        num_experts=experts, num_slots=slots, parts=[(table, state)], chunks=(200, 100),
+        row_maps=(rows, rows),
+    )  # fmt: skip
+    plan = empty(3000, dtype=torch.int32)
     few, many = empty(1, 8, dtype=torch.int32), empty(64, 8, dtype=torch.int64)
-    residency.make_resident(owner, 0, (None, few, None), row_tile, 0, None, None, 2)
-    maps = empty(2, experts, dtype=torch.int32)
-    residency.make_resident(owner, 0, (plan, many, rows), row_tile, 0, plans, maps, 2)
+    for tiles in ((None, few, None), (plan, many, rows)):
+        out = residency.tiles_in_rows(owner, 0, tiles)
+        residency.make_resident(owner, 0, tiles, row_tile, 0, out)
 
 
 def launch_samples(names):

@@ -51,12 +51,10 @@ def serve(owner, number, ids, expert_map=None, wave=0, weights=1):
     if not KERNELS:
         for each in range(number, number + weights):
             LEG.make_resident(owner, each, ids, expert_map, wave)
-        return None
-    maps = None
-    if expert_map is not None:
-        maps = torch.empty((weights, len(expert_map)), dtype=torch.int32, device=ids.device)
-    LEG.make_resident(owner, number, (None, ids, expert_map), 16, wave, None, maps, weights)
-    return maps
+        return
+    tiles = None, ids, expert_map
+    out = LEG.tiles_in_rows(owner, number, tiles)[:weights]
+    LEG.make_resident(owner, number, tiles, 16, wave, out)
 
 
 def decided(owner, number=0):

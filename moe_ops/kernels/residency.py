@@ -8,7 +8,7 @@ for the rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ from moe_ops.tensors import AnyTiles
 
 FEW_IDS, MANY_IDS = 128, 1024
 """Ids that a program reads at once."""
-COMPARED = 4096
+COMPARED = 2048
 """Pairs of experts that are compared at once."""
 PROGRAMS = 256
 """The most programs of a launch."""
@@ -230,7 +230,7 @@ def _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S: tl.
 
 @triton.jit(do_not_specialize=["num_ids", "num_global", "num_entries", "wave"])
 def _make_resident_kernel(
-    topk_ids, expert_map, plan, map_out, plan_out, table, state,
+    topk_ids, expert_map, plan, map_out, plan_out, next_map, next_plan, table, state,
     num_ids, num_global, num_entries, wave, S: tl.constexpr,
 ):  # fmt: skip
     """Serve one wave of the weight ``program_id(1)``: rows, what GEMMs read of them, and copies."""
@@ -238,10 +238,12 @@ def _make_resident_kernel(
     state += tl.program_id(1) * S.LENGTH
     rows = state.to(tl.pointer_type(tl.int32), bitcast=True) + S.ROWS
     if plan is not None:
-        plan_out += tl.program_id(1) * num_entries
+        if tl.program_id(1) > 0:
+            plan_out = next_plan
         tiles = planned_tiles(plan, num_entries, S.TILE)
-    if expert_map is not None:
-        map_out += tl.program_id(1) * num_global
+    if expert_map is not None:  # noqa: SIM102 (a constant)
+        if tl.program_id(1) > 0:
+            map_out = next_map
     count = tl.full((), 0, tl.int32)
     served = (wave > 0) & (tl.load(state + _LEFT) == 0)
     if served:
@@ -282,7 +284,27 @@ def _launch(num_experts: int, num_slots: int, table_rows: int, few: bool, row_ti
         CHUNK=CHUNK,
         **plan_constants(row_tile),
     )
-    return Launch(_make_resident_kernel, S=sizes, num_warps=min(16, max(4, wide // 64 * 2)))
+    num_warps = 4 if wide <= 128 else 8 if wide <= 512 else 16
+    return Launch(_make_resident_kernel, S=sizes, num_warps=num_warps)
+
+
+def tiles_in_rows(owner: Residency, first: int, tiles: AnyTiles) -> list[AnyTiles]:
+    """Room for the tiles in rows of each weight from the ``first`` on.
+
+    Args:
+        owner: the slots.
+        first: the number of the first weight.
+        tiles: ids, expert map, and the plan if GEMMs read one.
+    """
+    plan, topk_ids, expert_map = tiles
+    return [
+        (
+            None if plan is None else torch.empty_like(plan),
+            topk_ids,
+            rows if expert_map is None else torch.empty_like(expert_map, dtype=torch.int32),
+        )
+        for rows in owner.row_maps[first:]
+    ]
 
 
 def make_resident(
@@ -291,9 +313,7 @@ def make_resident(
     tiles: AnyTiles,
     row_tile: int,
     wave: int,
-    plans: Tensor | None,
-    maps: Tensor | None,
-    weights: int = 1,
+    out: Sequence[AnyTiles],
 ) -> None:
     """Make the experts of a wave resident.
 
@@ -303,19 +323,20 @@ def make_resident(
         tiles: ids, expert map, and the plan if GEMMs read one.
         row_tile: the row tile of the plan.
         wave: the number of the wave.
-        plans: where the plan in rows of each weight is written.
-        maps: where the expert map in rows of each weight is written.
-        weights: 1 or 2.
+        out: the `tiles_in_rows` of one weight or two, to write to.
     """
     plan, topk_ids, expert_map = tiles
-    (table, state), num_ids = owner.parts[first], topk_ids.numel()
+    plans, _, maps = zip(out[0], out[-1], strict=True)
+    if expert_map is None:
+        maps = None, None
+    (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
     units = min(num_ids, owner.num_slots) * max(owner.chunks[first : first + weights])
     programs = max(1, min(PROGRAMS // weights, units))
     few, rows, entries = num_ids <= FEW_IDS, table.shape[1], 0 if plan is None else plan.shape[0]
     num_global = map_size(expert_map, owner.num_experts)
     _launch(owner.num_experts, owner.num_slots, rows, few, row_tile)(
-        (programs, weights), topk_ids, expert_map, plan, maps, plans, table, state,
-        num_ids, num_global, entries, wave,
+        (programs, weights), topk_ids, expert_map, plan, maps[0], plans[0], maps[1], plans[1],
+        table, state, num_ids, num_global, entries, wave,
     )  # fmt: skip
 
 
@@ -333,35 +354,18 @@ def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
     num_ids = topk_ids.numel()
     plan = dense(plan_to_read(operands.tiles, num_ids, owner.num_experts))
     tiles = plan, topk_ids.contiguous(), dense(expert_map)
-    ahead = owner.take_ahead(operands.tiles) if number == 1 else None
-    own = ahead
+    own = owner.take_ahead(operands.tiles) if number == 1 else None
+    early = operands.early and own is not None
     if own is None:
-        count = 2 - number
-        plans, maps = (
-            None if x is None else x.new_empty((count, x.shape[0]), dtype=torch.int32)
-            for x in (plan, expert_map)
-        )
+        own, *others = out = tiles_in_rows(owner, number, tiles)
         _wait_for_other_stream(owner, topk_ids)
-        make_resident(owner, number, tiles, row_tile, 0, plans, maps, count)
-        own, *others = (
-            (
-                None if plans is None else plans.select(0, i),
-                topk_ids,
-                owner.row_maps[number + i] if maps is None else maps.select(0, i),
-            )
-            for i in range(count)
-        )
+        make_resident(owner, number, tiles, row_tile, 0, out)
         owner.ahead = (operands.tiles, others[0]) if others else None
-    operands = operands._replace(
-        weight=owner.slots[number],
-        tiles=own,
-        early=operands.early and ahead is not None,
-        experts=owner.num_experts,
-    )
+    weight, experts = owner.slots[number], owner.num_experts
+    operands = operands._replace(weight=weight, tiles=own, early=early, experts=experts)
     yield operands
-    for wave in range(1, waves_of(owner.num_experts, owner.num_slots, num_ids)):
-        maps = None if expert_map is None else own[2]
-        make_resident(owner, number, tiles, row_tile, wave, own[0], maps)
+    for wave in range(1, waves_of(experts, owner.num_slots, num_ids)):
+        make_resident(owner, number, tiles, row_tile, wave, [own])
         yield operands
 
 
