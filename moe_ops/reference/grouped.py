@@ -23,8 +23,8 @@ Product = Callable[[int, Sequence[Tensor], Tensor], None]
 class Columns(NamedTuple):
     """The results of a slot, and which experts have any."""
 
-    count: int
-    """n, columns of a product."""
+    n: int
+    """Columns of a product."""
     num_experts: int
     """El."""
     rows: Tensor | None = None
@@ -76,7 +76,7 @@ def grouped(
     planned = planned_rows(tiles, rule, num_slots, columns.num_experts)
     slots, experts, counts, between = present_rows(planned, columns.rows)
     source = between if permuted == "a" else slots // top_k
-    rows = torch.empty((len(slots), columns.count), device=inputs[0].device)
+    rows = torch.empty((len(slots), columns.n), device=inputs[0].device)
     parts = rows.split(counts)
     taken = [take(x, source).split(counts) for x in inputs]
     for expert, part, *mine in zip(experts, parts, *taken, strict=True):
