@@ -46,15 +46,16 @@ def whole_weights(owner):
     return [[*host_experts.whole(slots, table, owner.num_experts)] for slots, table in both]
 
 
-def serve(owner, number, ids, expert_map=None, wave=0, weights=1):
+def serve(owner, number, ids, expert_map=None, wave=0, weights=1, *, halves=False):
     """Make the experts of a wave resident, by the kernel if there is one."""
     if not KERNELS:
         for each in range(number, number + weights):
-            LEG.make_resident(owner, each, ids, expert_map, wave)
+            most = owner.num_slots // 2 if halves else None
+            LEG.make_resident(owner, each, ids, expert_map, wave, most)
         return
     tiles = None, ids, expert_map
     out = LEG.tiles_in_rows(owner, number, tiles)[:weights]
-    LEG.make_resident(owner, number, tiles, 16, wave, out)
+    LEG.make_resident(owner, number, tiles, 16, wave, out, halves=halves)
 
 
 def decided(owner, number=0):
@@ -72,13 +73,14 @@ class Model:
         self.used = {}  # the clock of the last wave with an expert, whose slot held it then
         self.clock = self.hits = self.misses = self.waves = 0
 
-    def call(self, wanted):
+    def call(self, wanted, most=None):
         """Run a call; returns for each wave the slots of its experts."""
-        todo, waves = sorted(wanted), []
+        todo, waves, most = sorted(wanted), [], most or len(self.slots)
         while todo or not waves:
-            wave = [e for e in todo if e in self.slots and e in self.used]
+            there = [e for e in todo if e in self.slots and e in self.used]
+            wave = there[:most]
             self.hits += len(wave)
-            gains = [e for e in todo if e not in wave][: len(self.slots) - len(wave)]
+            gains = [e for e in todo if e not in there][: most - len(wave)]
             self.misses += len(gains)
             wave += gains
             for expert in gains:

@@ -242,4 +242,4 @@ def operator_cases() -> Iterator[Case]:
         yield batched_window_case(quant)
         for qualified in ("symmetric_send", "symmetric_return"):
             yield window_case(qualified, quant)
-    yield from map(host_case, (1, 40))
+    yield from map(host_case, (1, 20))

@@ -9,6 +9,7 @@ for the rules.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.tile_plan import plan_to_read
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._gemm.rows import plan_constants, write_map, write_plan
+from moe_ops.kernels._gemm.rows import plan_constants, write_header, write_map, write_plan
 from moe_ops.kernels._gemm.tile import planned_tiles
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
@@ -46,6 +47,10 @@ COMPARED = 2048
 """Pairs of experts that are compared at once."""
 PROGRAMS = 256
 """The most programs of a launch."""
+PROGRAMS_BESIDE = 32
+"""The most programs beside products, which get the other SMs: enough for the link."""
+IDS_OF_HALVES = 8
+"""Slots an expert from which on a call that needs waves has waves of half of the slots."""
 PIECE = tl.constexpr(2048)
 """Bytes that a program copies at once where addresses or sizes are odd."""
 NEVER = tl.constexpr(2**62)
@@ -67,6 +72,8 @@ class Sizes(NamedTuple):
 
     E: int
     K: int
+    MOST: int
+    """The most experts of a wave."""
     EXPERTS: int
     """E, a power of two."""
     COMPARED: int
@@ -206,9 +213,11 @@ def _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S: tl.
     todo = _wanted(topk_ids, expert_map, num_ids, num_global, S) & (used < begun)
     resident = todo & (slot >= 0) & (used >= 0)
     missing = todo & ~resident
+    if S.MOST < S.K:
+        resident = resident & (tl.cumsum(resident.to(tl.int32), 0) <= S.MOST)
     index = tl.cumsum(missing.to(tl.int32), 0) - 1
     num_resident, num_missing = tl.sum(resident.to(tl.int32), 0), tl.sum(missing.to(tl.int32), 0)
-    count = tl.minimum(num_missing, S.K - num_resident)
+    count = tl.minimum(num_missing, S.MOST - num_resident)
     gains = missing & (index < count)
     present = resident | gains
     if count > 0:
@@ -220,7 +229,8 @@ def _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S: tl.
         tl.store(state + S.LAST_USE + expert, tl.where(present, now, used), mask=inside)
         tl.store(state + _CLOCK, now + 1)
         tl.store(state + _BEGUN, begun)
-        tl.store(state + _LEFT, (num_missing - count).to(tl.int64))
+        left = tl.sum(todo.to(tl.int32), 0) - num_resident - count
+        tl.store(state + _LEFT, left.to(tl.int64))
         tl.store(state + _ARRIVED, tl.full((), 0, tl.int64))
         _add_to(state, mirror, _HITS, num_resident)
         _add_to(state, mirror, _MISSES, count)
@@ -251,7 +261,7 @@ def _make_resident_kernel(
         tl.store(rows + expert, tl.full((S.EXPERTS,), -1, tl.int32), mask=expert < S.E)
         tl.debug_barrier()
         if plan is not None:
-            tl.store(plan_out, 0)  # no rows in use
+            write_header(plan, plan_out, 0)
     else:
         count = _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S)
         if plan is not None:
@@ -263,11 +273,14 @@ def _make_resident_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _launch(num_experts: int, num_slots: int, table_rows: int, few: bool, row_tile: int) -> Launch:
+def _launch(
+    num_experts: int, num_slots: int, most: int, table_rows: int, few: bool, row_tile: int
+) -> Launch:
     at, wide = StateLayout(num_experts, num_slots), next_power_of_2(num_experts)
     sizes = Sizes(
         E=num_experts,
         K=num_slots,
+        MOST=most,
         EXPERTS=wide,
         COMPARED=min(16, wide, COMPARED // wide),
         IDS=FEW_IDS if few else MANY_IDS,
@@ -314,6 +327,8 @@ def make_resident(
     row_tile: int,
     wave: int,
     out: Sequence[AnyTiles],
+    *,
+    halves: bool = False,
 ) -> None:
     """Make the experts of a wave resident.
 
@@ -324,17 +339,21 @@ def make_resident(
         row_tile: the row tile of the plan.
         wave: the number of the wave.
         out: the `tiles_in_rows` of one weight or two, to write to.
+        halves: whether a wave has half of the slots. Later waves then leave SMs to the products of
+            the wave before.
     """
     plan, topk_ids, expert_map = tiles
     plans, _, maps = zip(out[0], out[-1], strict=True)
     if expert_map is None:
         maps = None, None
     (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
-    units = min(num_ids, owner.num_slots) * max(owner.chunks[first : first + weights])
-    programs = max(1, min(PROGRAMS // weights, units))
+    most = owner.num_slots // 2 if halves else owner.num_slots
+    units = min(num_ids, most) * max(owner.chunks[first : first + weights])
+    most_programs = PROGRAMS_BESIDE if halves and wave > 0 else PROGRAMS // weights
+    programs = max(1, min(most_programs, units))
     few, rows, entries = num_ids <= FEW_IDS, table.shape[1], 0 if plan is None else plan.shape[0]
     num_global = map_size(expert_map, owner.num_experts)
-    _launch(owner.num_experts, owner.num_slots, rows, few, row_tile)(
+    _launch(owner.num_experts, owner.num_slots, most, rows, few, row_tile)(
         (programs, weights), topk_ids, expert_map, plan, maps[0], plans[0], maps[1], plans[1],
         table, state, num_ids, num_global, entries, wave,
     )  # fmt: skip
@@ -354,19 +373,49 @@ def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
     num_ids = topk_ids.numel()
     plan = dense(plan_to_read(operands.tiles, num_ids, owner.num_experts))
     tiles = plan, topk_ids.contiguous(), dense(expert_map)
+    halves = num_ids >= IDS_OF_HALVES * owner.num_experts and owner.num_slots > 1
     own = owner.take_ahead(operands.tiles) if number == 1 else None
     early = operands.early and own is not None
     if own is None:
         own, *others = out = tiles_in_rows(owner, number, tiles)
         _wait_for_other_stream(owner, topk_ids)
-        make_resident(owner, number, tiles, row_tile, 0, out)
+        make_resident(owner, number, tiles, row_tile, 0, out, halves=halves)
         owner.ahead = (operands.tiles, others[0]) if others else None
     weight, experts = owner.slots[number], owner.num_experts
     operands = operands._replace(weight=weight, tiles=own, early=early, experts=experts)
-    yield operands
-    for wave in range(1, waves_of(experts, owner.num_slots, num_ids)):
-        make_resident(owner, number, tiles, row_tile, wave, [own])
+    if not halves:
         yield operands
+        for wave in range(1, waves_of(experts, owner.num_slots, num_ids)):
+            make_resident(owner, number, tiles, row_tile, wave, [own])
+            yield operands
+        return
+    both = own, tiles_in_rows(owner, number, tiles)[0]
+    count = waves_of(experts, owner.num_slots // 2, num_ids)
+    for wave in range(count):
+        after = wave + 1
+        if after < count:
+            with _side_stream(owner, topk_ids):
+                make_resident(owner, number, tiles, row_tile, after, [both[after % 2]], halves=True)
+        yield operands._replace(tiles=both[wave % 2])
+        _join(owner, topk_ids)
+
+
+@contextmanager
+def _side_stream(owner: Residency, x: Tensor) -> Iterator[None]:
+    """Context manager: launch beside what the current stream launches from now on."""
+    if not x.is_cuda:
+        yield
+        return
+    side = owner.side_stream = owner.side_stream or torch.cuda.Stream(x.device)
+    side.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def _join(owner: Residency, x: Tensor) -> None:
+    """Let the current stream wait for the one beside it."""
+    if owner.side_stream is not None:
+        torch.cuda.current_stream(x.device).wait_stream(owner.side_stream)
 
 
 def _wait_for_other_stream(owner: Residency, x: Tensor) -> None:

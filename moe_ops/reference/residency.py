@@ -26,7 +26,12 @@ from moe_ops.tensors import AnyTiles, ExpertWeight
 
 
 def make_resident(
-    owner: Residency, number: int, topk_ids: Tensor, expert_map: Tensor | None, wave: int
+    owner: Residency,
+    number: int,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    wave: int,
+    most: int | None = None,
 ) -> None:
     """Copy the missing experts of a wave, and write the wave's rows: see `residency.state`.
 
@@ -36,8 +41,9 @@ def make_resident(
         topk_ids: ``(T, k)``, in which any number stands for a slot that is skipped.
         expert_map: the local expert of each global one.
         wave: the number of the wave.
+        most: the most experts of a wave; None: K.
     """
-    state, at, num_slots = owner.state[number], owner.layout, owner.num_slots
+    state, at, most = owner.state[number], owner.layout, most or owner.num_slots
     slot = state[at.slot : at.last_use].tolist()
     used = state[at.last_use : at.keys].tolist()
     now = int(state[CLOCK])
@@ -46,7 +52,8 @@ def make_resident(
     todo = [expert for expert in ids[ids >= 0].unique().tolist() if used[expert] < begun]
     resident = [expert for expert in todo if slot[expert] >= 0 and used[expert] >= 0]
     missing = [expert for expert in todo if expert not in resident]
-    gains = missing[: num_slots - len(resident)]
+    resident = resident[:most]
+    gains = missing[: most - len(resident)]
 
     present = (*resident, *gains)
     others = [expert for expert, held in enumerate(slot) if held >= 0 and expert not in present]
@@ -64,7 +71,7 @@ def make_resident(
     if not wave or todo:
         state[at.slot : at.keys] = torch.tensor([*slot, *used]).to(state.device)
         state[CLOCK] = now + 1
-    state[BEGUN], state[LEFT] = begun, len(missing) - len(gains)
+    state[BEGUN], state[LEFT] = begun, len(todo) - len(present)
     state[HITS] += len(resident)
     state[MISSES] += len(gains)
     state[WAVES] += bool(todo)

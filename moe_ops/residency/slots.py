@@ -56,6 +56,8 @@ class Residency:
         self.layout = StateLayout(self.num_experts, num_slots)
         self.stream: int | None = None
         """The stream of the last call that was not captured."""
+        self.side_stream: torch.cuda.Stream | None = None
+        """Where experts of a wave are copied beside the products of the wave before."""
         self.ahead: tuple[AnyTiles, AnyTiles] | None = None
         """See `take_ahead`."""
         self.slots = tuple(_slots_of(weight, num_slots, device) for weight in store)

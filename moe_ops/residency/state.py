@@ -1,9 +1,10 @@
 """The state of a weight's slots: int64 entries on the device, which products change.
 
 A call runs in waves. A wave serves wanted experts that no wave of the call has served: in the first
-wave all that are resident, and then the first missing ones in the order of experts, K in all. A
-missing expert takes the slot of the expert that was used longest ago and is not in the wave. (All
-slots have experts, from the beginning on. They hold the experts' numbers once these are used.)
+wave all that are resident, and then the first missing ones in the order of experts, K in all (or
+half as many, so that copies for one wave may run beside the products of the wave before). A missing
+expert takes the slot of the expert that was used longest ago and is not in the wave. (All slots
+have experts, from the beginning on. They hold the experts' numbers once these are used.)
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class OffloadStats(NamedTuple):
     bytes_copied: int
     """Bytes copied from host memory."""
     waves: int
-    """Waves of calls: one for each call that wants no more experts than there are slots."""
+    """Waves of calls. On a GPU a call with many tokens has waves of half of the slots; any other
+    has one wave if it wants no more experts than there are slots."""
 
     @property
     def hit_rate(self) -> float:

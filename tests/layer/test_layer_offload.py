@@ -128,18 +128,22 @@ def test_kernels_have_the_bits_of_the_layer_without(device):
 
 @pytest.mark.kernel
 def test_launches_beside_those_of_the_layer_without(device, monkeypatch):
-    """One for the first wave of both weights, and for each later wave one, and a GEMM, a weight."""
+    """One for the first wave of both weights, and for each later wave one, and a GEMM, a weight.
+
+    With many tokens a wave has half of the slots.
+    """
     if not (HAS_CUDA or INTERPRETED):
         pytest.skip("needs kernels")
     layer, other = both(filled(params_dtype=torch.float32), 4, device)
     names = launched_kernels(monkeypatch)
-    for tokens, waves in ((1, 1), (2, 1), (3, 2), (9, 2)):
-        counts = []
+    for tokens, waves in ((1, 1), (2, 1), (3, 2), (9, 2), (33, 4)):
+        counts, results, inputs = [], [], [x.to(device) for x in batch(tokens)]
         for module in (layer, other):
             names.clear()
             with torch.no_grad():
-                module(*(x.to(device) for x in batch(tokens)))
+                results.append(module(*inputs))
             counts.append(Counter(names))
+        assert torch.equal(*results)
         more, later = counts[1] - counts[0], waves - 1
         assert more.pop("_make_resident_kernel") == 1 + 2 * later
         assert not counts[0] - counts[1] and more.total() == 2 * later, (tokens, counts)

@@ -66,10 +66,16 @@ def write_plan(
             tl.store(target, tl.load(source, mask=mask), mask=mask)
         kept += tl.sum(present.to(tl.int32), 0)
     if tl.program_id(0) == 0:
-        tl.store(out, kept * TILE)
-        tl.store(out + 1, experts_at)
-        tl.store(out + 2, firsts_at)
-        tl.store(out + 3, 0)
+        write_header(plan, out, kept * TILE)
+
+
+@triton.jit
+def write_header(plan, out, used):
+    """Write the header of a plan with ``used`` rows in use, and the parts of another plan."""
+    tl.store(out, used)
+    tl.store(out + 1, tl.load(plan + 1))
+    tl.store(out + 2, tl.load(plan + 2))
+    tl.store(out + 3, 0)
 
 
 @lru_cache(maxsize=64)
