@@ -185,7 +185,7 @@ def launch_residency(empty, experts, slots, row_tile=16):
     )  # fmt: skip
     plan = empty(3000, dtype=torch.int32)
     few, many = empty(1, 8, dtype=torch.int32), empty(64, 8, dtype=torch.int64)
-    for tiles in ((None, few, None), (plan, many, rows)):
+    for tiles in ((None, few, None), (None, few, rows), (plan, many, rows)):
         out = residency.tiles_in_rows(owner, 0, tiles)
         residency.make_resident(owner, 0, tiles, row_tile, 0, out)
 

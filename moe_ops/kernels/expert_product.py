@@ -80,12 +80,12 @@ def expert_product_sum(
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     stored, early = sizes.expert_weight(weight), EARLY.get()
-    _, topk_ids, expert_map = tiles
-    if stored.host is not None and topk_ids is not None and _in_waves(stored.host, topk_ids):
+    if stored.host is not None and _in_waves(stored.host, tiles):
         y = expert_product(
             a, a_scale, weight, None, tiles, 1, scheme, out_dtype, "", expert_order,
             batch_invariant,
         )  # fmt: skip
+        _, topk_ids, expert_map = tiles
         return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, len(stored.data))
     operands = GemmOperands(a, a_scale, stored, topk_weights, tiles, early)
     settings = (1, scheme, out_dtype, "", expert_order, batch_invariant)
@@ -99,6 +99,7 @@ def expert_product_sum(
     return call_gemm("expert_product_sum", operands, settings, empty)
 
 
-def _in_waves(host: Tensor, topk_ids: Tensor) -> bool:
+def _in_waves(host: Tensor, tiles: AnyTiles) -> bool:
     """Whether a routing may want more experts than there are slots."""
-    return topk_ids.numel() > residency_of(host)[0].num_slots
+    topk_ids = tiles[1]
+    return topk_ids is not None and topk_ids.numel() > residency_of(host)[0].num_slots

@@ -251,7 +251,7 @@ def _make_resident_kernel(
         if tl.program_id(1) > 0:
             plan_out = next_plan
         tiles = planned_tiles(plan, num_entries, S.TILE)
-    if expert_map is not None:  # noqa: SIM102 (a constant)
+    if map_out is not None:  # noqa: SIM102 (a constant)
         if tl.program_id(1) > 0:
             map_out = next_map
     count = tl.full((), 0, tl.int32)
@@ -266,7 +266,7 @@ def _make_resident_kernel(
         count = _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S)
         if plan is not None:
             write_plan(plan, tiles, rows, plan_out, S.E, S.TILE, S.WIDE, S.TILES)
-    if expert_map is not None:
+    if map_out is not None:
         write_map(expert_map, rows, map_out, num_global, S.E)
     if count > 0:
         _copy_missing(table + tl.program_id(1) * S.TABLE * _COLUMNS, state, count, S)
@@ -304,20 +304,20 @@ def _launch(
 def tiles_in_rows(owner: Residency, first: int, tiles: AnyTiles) -> list[AnyTiles]:
     """Room for the tiles in rows of each weight from the ``first`` on.
 
+    GEMMs that read a plan need no map. Theirs stays that of all experts.
+
     Args:
         owner: the slots.
         first: the number of the first weight.
         tiles: ids, expert map, and the plan if GEMMs read one.
     """
     plan, topk_ids, expert_map = tiles
-    return [
-        (
-            None if plan is None else torch.empty_like(plan),
-            topk_ids,
-            rows if expert_map is None else torch.empty_like(expert_map, dtype=torch.int32),
-        )
-        for rows in owner.row_maps[first:]
-    ]
+    row_maps = owner.row_maps[first:]
+    if plan is not None:
+        return [(torch.empty_like(plan), topk_ids, expert_map) for _ in row_maps]
+    if expert_map is None:
+        return [(None, topk_ids, rows) for rows in row_maps]
+    return [(None, topk_ids, torch.empty_like(expert_map, dtype=torch.int32)) for _ in row_maps]
 
 
 def make_resident(
@@ -344,7 +344,7 @@ def make_resident(
     """
     plan, topk_ids, expert_map = tiles
     plans, _, maps = zip(out[0], out[-1], strict=True)
-    if expert_map is None:
+    if plan is not None or expert_map is None:
         maps = None, None
     (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
     most = owner.num_slots // 2 if halves else owner.num_slots
