@@ -47,6 +47,8 @@ COMPARED = 2048
 """Pairs of experts that are compared at once."""
 PROGRAMS = 256
 """The most programs of a launch."""
+REGISTERS = 128
+"""maxnreg: without a bound ptxas spills, so that more CTAs fit on an SM."""
 PROGRAMS_BESIDE = 32
 """The most programs beside products, which get the other SMs: enough for the link."""
 IDS_OF_HALVES = 8
@@ -298,7 +300,7 @@ def _launch(
         **plan_constants(row_tile),
     )
     num_warps = 4 if wide <= 128 else 8 if wide <= 512 else 16
-    return Launch(_make_resident_kernel, S=sizes, num_warps=num_warps)
+    return Launch(_make_resident_kernel, S=sizes, num_warps=num_warps, maxnreg=REGISTERS)
 
 
 def tiles_in_rows(owner: Residency, first: int, tiles: AnyTiles) -> list[AnyTiles]:

@@ -117,6 +117,17 @@ def test_slots_are_those_of_a_python_lru(experts, slots, mapped, device):
 
 
 @pytest.mark.kernel
+def test_waves_of_half_of_the_slots(device):
+    """Experts that are all there take as many waves, and nothing is copied."""
+    owner, ids = residency(6, 4, device), torch.arange(4, device=device).view(2, 2)
+    serve(owner, 0, ids)
+    for wave, experts in enumerate(([0, 1], [2, 3], [])):
+        serve(owner, 0, ids, None, wave, halves=True)
+        assert (owner.row_maps[0] >= 0).nonzero().flatten().tolist() == experts
+    assert owner.stats()[:2] == (4, 4)
+
+
+@pytest.mark.kernel
 def test_the_kernel_decides_as_the_reference(device):
     rng = random.Random(0)
     for experts, slots in ((6, 2), (33, 17)):
