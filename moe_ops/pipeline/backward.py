@@ -194,8 +194,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The result, and the product of the first GEMM.
 
-    Adapters are added to rounded products. Without them the stages are those of a call without
-    gradients, and so are the bits.
+    Adapters are added to rounded products. Without adapters a call with gradients has the stages
+    and the bits of a call without gradients.
     """
     if adapters is None and not settings.rounds_product:
         products: list[Tensor] = []
