@@ -61,5 +61,60 @@ def times() -> str:
     return markdown(head, lines, labels=4)
 
 
-def _shown(value: Any) -> str:
-    return "-" if value is None else f"{value:,.1f}"
+WHOLE = """\
+## Whole models
+
+Decode steps of transformers models with random weights, each captured in a CUDA graph: tokens per
+second of all sequences together. Routers choose experts that are drawn anew in each step and layer,
+by Zipf's law with exponent 1 or all with the same odds. The share is that of each layer's experts
+on the GPU. In the two columns at the right the same memory holds whole layers instead, and the
+experts of all other layers are copied before each forward: *copied layers* from pinned memory, in
+the same CUDA graph; *accelerate* as `device_map` does it, without a graph."""
+
+
+def models() -> str:
+    """A section with a line per model, share, routing and batch; nothing without a record."""
+    lines = [line for path in sorted(RESULTS.glob("*/host_models.json")) for line in _models(path)]
+    if not lines:
+        return ""
+    head = ["GPU", "model", "scheme", "share", "routing", "sequences", "all on the GPU", "moe_ops"]
+    head += ["hits", "copied a step, GB", "copied layers", "accelerate"]
+    return f"{WHOLE}\n\n{markdown(head, lines, labels=5)}"
+
+
+def _models(path: Path) -> list[list[str]]:
+    """The lines of one record. What was skipped has its reason in the record."""
+    record = json.loads(path.read_text())
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in record["rows"]:
+        layers = "" if row["layers"] == row["published_layers"] else f", {row['layers']} layers"
+        key = (row["model"] + layers, row["scheme"], row["share"], row["routing"], row["M"])
+        cases.setdefault(key, {})[row["impl"]] = row
+    lines = []
+    for (model, scheme, share, routing, m), rows in cases.items():
+        rates = {impl: row["tokens_per_s"] for impl, row in rows.items()}
+        own = rows.get("moe_ops") or {}
+        hits = "-" if own.get("hit_rate") is None else f"{own['hit_rate']:.0%}"
+        case = [record["gpu"], f"`{model}`", f"`{scheme}`", f"{share:.0%}", routing, str(m)]
+        both = [_shown(rates.get("all-resident")), _shown(rates.get("moe_ops"))]
+        others = [_shown(rates.get(name)) for name in ("copied-layers", "accelerate")]
+        lines.append([*case, *both, hits, _shown(own.get("copied_gb"), 2), *others])
+    return lines
+
+
+def hit_rates() -> str:
+    """A line per trace and number of slots of `hit_rates.py`; nothing without a record."""
+    path = RESULTS / "hit_rates.json"
+    if not path.exists():
+        return ""
+    lines = []
+    for row in json.loads(path.read_text())["rows"]:
+        sizes = [str(row[name]) for name in ("num_experts", "top_k", "slots")]
+        shares = [f"{row[name]:.0%}" for name in ("lru", "lfu", "static", "best")]
+        lines.append([row["trace"], *sizes, *shares])
+    head = ["routing", "experts", "k", "on the GPU", "LRU", "LFU", "static", "best possible"]
+    return markdown(head, lines, labels=1)
+
+
+def _shown(value: Any, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"

@@ -396,6 +396,8 @@ def headline() -> str:
 PAGES = {
     "offload": host_table.table,
     "offload_times": host_table.times,
+    "offload_models": host_table.models,
+    "offload_hits": host_table.hit_rates,
     "support": lambda: f"{support.support_table()}\n\n{support.block_scaled_note()}",
     "schemes": schemes,
     "models": models,

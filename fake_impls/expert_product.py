@@ -39,6 +39,36 @@ def expert_product(
     return a.new_empty(slots, sizes.activated("w", n, activation), dtype=out_dtype)
 
 
+def activated_product(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str,
+    expert_order: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``(slots, I)`` or ``(slots, N)``, as `expert_product`, and the product ``(slots, N)``."""
+    h = expert_product(
+        a,
+        a_scale,
+        weight,
+        topk_weights,
+        tiles,
+        top_k,
+        scheme,
+        out_dtype,
+        activation,
+        expert_order,
+        batch_invariant,
+    )
+    return h, h.new_empty(h.shape[0], weight[0].shape[1])
+
+
 def expert_product_out(
     a: Tensor,
     weight: AnyWeight,

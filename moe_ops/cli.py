@@ -146,7 +146,9 @@ def _explain_parser() -> argparse.ArgumentParser:
     add("--link", choices=LINKS, default="nvlink4", help="what joins them (default: %(default)s)")
     rate_help = "gigabytes per second that leave a rank, in place of the link's"
     add("--link-gbps", type=readable(number), metavar="GB/S", help=rate_help)
-    resident_help = "experts on the GPU if all are in host memory: a number, a share or 2.5GB"
+    resident_help = (
+        "experts on the GPU if all are in host memory: a number, a share, or 2.5GB for one layer"
+    )
     add("--resident", type=readable(amount), metavar="N", help=resident_help)
     host_help = "gigabytes per second from host memory (default: %(default)s)"
     add("--host-gbps", type=readable(number), default=HOST_GBPS, metavar="GB/S", help=host_help)

@@ -20,16 +20,13 @@ The two operators defined here compute nothing; `moe_ops.ops` defines the operat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
-from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
-from torch.autograd.function import FunctionCtx
 
 from moe_ops.scheme import FusedMoEQuantConfig
 
@@ -167,47 +164,6 @@ class _One(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Raise the error."""
         raise NotImplementedError(ctx.text)
-
-
-def recomputed() -> bool:
-    """Whether a call without grad mode will run again with it, and must have the same bits then.
-
-    Reentrant checkpointing runs a module without grad mode in the forward of an autograd `Function`
-    and with it in the backward. The pipeline with gradients rounds where the other one does not.
-    torch disables forward-mode derivatives in that forward, and in inference mode, but not under
-    `torch.no_grad`: other calls look no further.
-
-    A compiled call is as it was when it was compiled.
-    """
-    if torch.compiler.is_compiling():
-        return not torch.is_grad_enabled() and _compiled_recomputed()
-    if torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled():
-        return False
-    return not torch.is_inference_mode_enabled() and _in_recorded_function()
-
-
-def _in_recorded_function() -> bool:
-    """Whether a caller is the forward of an autograd `Function` whose backward may run."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
-            context: Any = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, FunctionCtx) and context.next_functions:  # type: ignore[attr-defined]
-                return True
-        frame = frame.f_back
-    return False
-
-
-def _compiled_recomputed() -> bool:
-    """`recomputed` of a call without grad mode, as a constant of the compiled program."""
-    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
-        return False
-    return _in_recorded_function()
-
-
-# `torch.compiler.assume_constant_result` sets this, and imports Dynamo, which takes seconds.
-_compiled_recomputed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def wanted(*values: Any) -> list[Tensor]:

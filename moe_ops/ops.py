@@ -97,14 +97,17 @@ def _fake(stage: str, name: str) -> Callable[..., Any]:
 def _sample_by_sample(operator: Any) -> Callable[..., Any]:
     """The vmap rule that runs samples one by one: PyTorch's fallback does not take tensor lists."""
 
-    def call(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+    def call(info: Any, in_dims: Any, *args: Any) -> Any:
         (values, spec), dims = tree_flatten(args), tree_leaves(in_dims)
         batched = list(zip(values, dims, strict=True))
         samples = (
             [x if dim is None else x.select(dim, i) for x, dim in batched]
             for i in range(info.batch_size)
         )
-        return torch.stack([operator(*tree_unflatten(s, spec)) for s in samples]), 0
+        results = [operator(*tree_unflatten(s, spec)) for s in samples]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
     return call
 
@@ -267,6 +270,14 @@ expert_product = _op(
     "expert_product(Tensor a, Tensor? a_scale, Tensor?[] weight, Tensor? topk_weights,"
     ' Tensor?[] tiles, SymInt top_k, str scheme, ScalarType out_dtype, str activation="",'
     " bool expert_order=False, bool batch_invariant=False) -> Tensor",
+    flops.product,
+)
+# The first GEMM where a backward pass follows: the activated rows, and the product in slot order.
+activated_product = _op(
+    "expert_product",
+    "activated_product(Tensor a, Tensor? a_scale, Tensor?[] weight, Tensor? topk_weights,"
+    " Tensor?[] tiles, SymInt top_k, str scheme, ScalarType out_dtype, str activation,"
+    " bool expert_order=False, bool batch_invariant=False) -> (Tensor, Tensor)",
     flops.product,
 )
 # Adds products to rows that are there already: the low-rank products of adapters.

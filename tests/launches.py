@@ -39,7 +39,7 @@ def launched_hopper_kernels(monkeypatch):
     names, run = [], hopper_gemm.HopperGemm.__call__
 
     def counted(self, *arguments):
-        names.append("packed" if self.packed else "stream")
+        names.append("packed" if self.gathered else "stream")
         return run(self, *arguments)
 
     monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", counted)

@@ -59,6 +59,7 @@ def samples(device):
             *decoded_samples(x, w1, b1, plan),
             *stored_samples(x, w1, b1, weights, plan),
         ],
+        "activated_product": activated_samples(x, w1, b1, weights, plan, direct),
         "expert_product.out": [
             (h, [w2], None, [*plan], 1),
             (x, [w1], weights, [*direct], K),
@@ -91,6 +92,19 @@ def plain_samples(rows, w, bias, weights, plan, direct):
         (x, None, [w1, b1], weights, [*plan], K, *plain, "silu", True),
         (x, None, [w1], None, [*direct], K, *plain, "swigluoai"),
         (x, None, [w1], None, [*plan], K, *plain, "gelu_no_mul"),
+    ]
+
+
+def activated_samples(x, w1, b1, weights, plan, direct):
+    """A product and its activation, of rows and weights of every kind."""
+    scheme = ("unquantized", torch.float32)
+    return [
+        (x, None, [w1, b1], weights, [*plan], K, *scheme, "silu", True),
+        (x, None, [w1], None, [*direct], K, *scheme, "swigluoai"),
+        (x, None, [w1, b1], None, [*plan], K, *scheme, "gelu_no_mul"),
+        *((*call, "silu") for call in scaled_samples(x, w1, b1, plan)[:3]),
+        *((*call, "swigluoai") for call in decoded_samples(x, w1, b1, plan)[:1]),
+        *((*call, "silu") for call in stored_samples(x, w1, b1, weights, plan)[:2]),
     ]
 
 

@@ -35,6 +35,19 @@ NO_ADAPTERS = (
 """What adapted experts do not run, and what to do instead."""
 
 
+def is_config(config: Any) -> bool:
+    """Whether a configuration is that of a gpt-oss folder whose experts are MXFP4."""
+    declared = getattr(config, "quantization_config", None)
+    method = declared.get("quant_method") if isinstance(declared, dict) else None
+    return bool(config.model_type == "gpt_oss" and method == "mxfp4")
+
+
+def record_of(config: Any) -> dict[str, Any]:
+    """Return the schemes of the experts of such a folder, as this library records its own."""
+    names = [f"model.layers.{layer}.mlp.experts" for layer in range(config.num_hidden_layers)]
+    return {name: {"scheme": SCHEME.name, "checkpoint": name} for name in names}
+
+
 def is_experts(module: Any) -> bool:
     """Whether a module is transformers' ``Mxfp4GptOssExperts``."""
     return isinstance(module, mxfp4.Mxfp4GptOssExperts)

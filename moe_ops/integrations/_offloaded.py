@@ -8,7 +8,7 @@ subclass of the same name that leaves them there. Its forward runs the slots (`H
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, store
 from moe_ops.residency import Amount
+from moe_ops.residency.slots import STORED
 from moe_ops.tensors import ExpertWeights
 
 RESIDENT = "moe_ops_resident"
@@ -134,15 +135,32 @@ def _expert_weights(own: Weights) -> ExpertWeights:
 
 
 @torch.no_grad()
-def hold(experts: Any, resident: int, device: torch.device) -> None:
-    """Put a module's experts in host memory, ``resident`` of them on the device too."""
-    own = _own(experts)
-    weights = _expert_weights(own)
+def hold(
+    experts: Any, resident: int, device: torch.device, fill: Callable[[], None] | None = None
+) -> None:
+    """Put a module's experts in host memory, ``resident`` of them on the device too.
+
+    Args:
+        experts: the module.
+        resident: the number of experts on the device.
+        device: the device on which experts run.
+        fill: writes the weights into the parameters once they are in host memory; None: they hold
+            the weights already.
+    """
+    weights = _expert_weights(_own(experts))
     held = store(weights, pinned=device.type == "cuda")
-    made = host_experts(held, own.quant_config or NOT_QUANTIZED, resident, device)
     for name, x in list(experts.named_parameters(recurse=False)):
         y = place_in(x.detach(), weights, held)
-        experts.register_parameter(name, nn.Parameter(x.cpu() if y is None else y, False))
+        y = x.detach().cpu().contiguous() if y is None else y
+        experts.register_parameter(name, nn.Parameter(y, requires_grad=False))
+    if fill is not None:
+        fill()
+        for weight, stored in zip(_expert_weights(_own(experts))[:2], held.weights, strict=True):
+            for x, y in zip(weight[: len(STORED)], stored, strict=False):
+                if x is not None and y is not None and x.data_ptr() != y.data_ptr():
+                    y.copy_(x)  # a product of parameters
+    config = _own(experts).quant_config or NOT_QUANTIZED
+    made = host_experts(held, config, resident, device)
     experts.__dict__[HOST], experts.__dict__[RESIDENT] = made, (resident, device)
     if not isinstance(experts, _OnHost):
         plain: Any = type(experts)

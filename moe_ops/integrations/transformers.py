@@ -30,9 +30,9 @@ except ImportError as error:
 from moe_ops.integrations import _kept, _llama4, _longcat, _mxfp4, _offloaded, _peft, _quantized  # noqa: F401
 from moe_ops.integrations._forwards import moe_ops_experts, moe_ops_fp8_experts
 from moe_ops.integrations._layers import NAME
+from moe_ops.integrations._pretrained import from_pretrained
 from moe_ops.integrations._reach import Unreached, unreached
 from moe_ops.integrations._replay import record_routing, replay_routing
-from moe_ops.integrations._saving import from_pretrained
 
 __all__ = [
     "NAME",

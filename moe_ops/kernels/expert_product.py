@@ -31,10 +31,15 @@ def expert_product(
     batch_invariant: bool = False,
     *,
     config: KernelTiles | None = None,
+    product: Tensor | None = None,
 ) -> Tensor:
-    """Run the plan's kernel, or that of a given ``config``, which may quantize its rows itself."""
+    """Run the plan's kernel, or that of a given ``config``, which may quantize its rows itself.
+
+    ``product``: see `GemmOperands`.
+    """
     settings = (top_k, scheme, out_dtype, activation, expert_order, batch_invariant)
-    operands = GemmOperands(a, a_scale, sizes.expert_weight(weight), topk_weights, tiles)
+    stored = sizes.expert_weight(weight)
+    operands = GemmOperands(a, a_scale, stored, topk_weights, tiles, product=product)
 
     def empty() -> Tensor:
         return fakes.expert_product(
@@ -43,6 +48,29 @@ def expert_product(
         )  # fmt: skip
 
     return call_gemm("expert_product", operands, settings, empty, config)
+
+
+def activated_product(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str,
+    expert_order: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel of `expert_product`; one that stores no product follows a GEMM that does."""
+    rows, columns = a.shape[0] * top_k, weight[0].shape[1]
+    product = a.new_empty(rows, columns, dtype=out_dtype)
+    h = expert_product(
+        a, a_scale, weight, topk_weights, tiles, top_k, scheme, out_dtype, activation, expert_order,
+        batch_invariant, product=product,
+    )  # fmt: skip
+    return h, product
 
 
 def expert_product_out(

@@ -78,6 +78,8 @@ class ExpertLayer(nn.Module):
     resident_experts: int | None = None
     """Number of experts on the device, if all are in host memory; None: all are on the device."""
     host_experts: HostExperts | None = None
+    initial_seed: int | None = None
+    """The seed of `initialize`, if the layer holds nothing else; None: weights may be loaded."""
     w13_weight: Tensor
     w2_weight: Tensor
     w13_bias: Tensor | None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -144,12 +145,22 @@ def load_checkpoint(
         raise ValueError("quantize must be False for a layer without a scheme, got True")
     prefix = (prefix or layer.prefix).removesuffix(".")
     prefix += "." if prefix else ""
-    stage = _staged(layer)
-    placing = Placing(stage, layout, quantize=quantize)
+    with _stage_of(layer) as stage:
+        placing = Placing(stage, layout, quantize=quantize)
+        return _load(layer, placing, source, prefix, strict=strict, progress=progress)
+
+
+def _load(
+    layer: FusedMoE, placing: Placing, source: Source, prefix: str, *, strict: bool, progress: bool
+) -> LoadReport:
+    """Do what `load_checkpoint` does with arguments that were checked."""
+    stage: Any = placing.layer
     opened = open_source(source, partial(_is_listed, placing, prefix), progress=progress)
     names = ExpertNames.under(prefix, layer.num_experts)
     quant = layer.checkpoint_scheme.weight
-    placing.layout = layout_of(opened.folder, names, quant, layout, quantize=quantize)
+    placing.layout = layout_of(
+        opened.folder, names, quant, placing.layout, quantize=placing.quantize
+    )
     ignored = _read(opened, placing, prefix)
     placing.finish()
     report = LoadReport(*map(tuple, placing.report()))
@@ -165,12 +176,15 @@ def load_checkpoint(
     lacks_weights = any(placing.missing())
     if lacks_weights and (placing.act_order or layer.w13_input_order is not None):
         raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
-    if lacks_weights:
+    if lacks_weights and stage is not layer:
         _keep_missing(layer, stage, placing)
-    else:
+    elif not lacks_weights:
         stage.quant_method.process_weights_after_loading(stage)
-    _keep_forms(layer, stage)
-    _commit(layer, stage, placing)
+    if stage is not layer:
+        _keep_forms(layer, stage)
+        _commit(layer, stage)
+    for buffer, x in placing.router.values.items():
+        getattr(layer, buffer).copy_(x)
     layer.renew_slots()
     _set_input_order(layer, order)
     return report
@@ -221,6 +235,27 @@ def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
     return ignored
 
 
+@contextmanager
+def _stage_of(layer: FusedMoE) -> Iterator[FusedMoE]:
+    """Yield the layer that tensors are placed in.
+
+    This is a copy with parameters of its own, or the layer itself if its experts are in host memory
+    and nothing has been loaded into them: then no expert is twice in memory, and an error makes the
+    layer again what it was.
+    """
+    seed, scales = layer.initial_seed, layer.given_scales
+    if layer.resident_experts is None or seed is None:
+        yield _staged(layer)
+        return
+    layer.given_scales = GivenScales()
+    try:
+        yield layer
+    except BaseException:
+        layer.given_scales = scales
+        layer._empty_again(seed)
+        raise
+
+
 def _staged(layer: FusedMoE) -> FusedMoE:
     """Return a copy of the layer with new parameters, in the sizes that a checkpoint needs."""
     stage = copy.copy(layer)
@@ -259,7 +294,7 @@ def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
             )
 
 
-def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
+def _commit(layer: FusedMoE, stage: FusedMoE) -> None:
     """Overwrite the parameters in place, so that captured graphs read the new values."""
     if layer.sizes != stage.sizes and layer._kernel is not None:
         raise ValueError(
@@ -276,8 +311,6 @@ def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
             param = None if new is None else nn.Parameter(new.data, requires_grad=trained)
             layer.register_parameter(name, param)
     layer.sizes, layer.given_scales = stage.sizes, stage.given_scales
-    for buffer, x in placing.router.values.items():
-        getattr(layer, buffer).copy_(x)
 
 
 def _set_input_order(layer: FusedMoE, order: Tensor | None) -> None:

@@ -18,10 +18,10 @@ from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, store
+from moe_ops.pipeline.host_experts import HostExperts, Store, host_experts, place_in, store
 from moe_ops.residency import Amount, OffloadStats, parse_amount
 from moe_ops.residency.slots import STORED
-from moe_ops.tensors import ExpertWeights
+from moe_ops.tensors import ExpertWeight, ExpertWeights
 
 EXPERTS = ("weight", "scale", "zero_point", "global_scale", "channel_scale", "bias")
 """Kinds of the parameters that an expert is copied with."""
@@ -52,6 +52,7 @@ class HoldsExperts(ExpertLayer):
         New ones are made if parameters were replaced: capture CUDA graphs after this. A layer whose
         experts are not in host memory stays as it is.
         """
+        self.initial_seed = None
         if self.resident_experts is None or self.w13_weight.is_meta:
             self.host_experts = None
             return
@@ -70,8 +71,10 @@ class HoldsExperts(ExpertLayer):
                 y.copy_(x)
         host.residency.empty_()
 
-    def _device_of_store(self, options: FusedMoEOptions) -> torch.device | str | None:
-        """Note how many experts of a new layer are resident; return where its parameters go.
+    def _device_of_new(self, options: FusedMoEOptions) -> torch.device | str | None:
+        """Note how many experts of a new layer are resident; return where its parameters are made.
+
+        Resident experts: on ``meta``, until `fill_store` makes them in host memory.
 
         Raises:
             TypeError, ValueError: as `parse_amount`.
@@ -86,7 +89,7 @@ class HoldsExperts(ExpertLayer):
             return options.device
         self.resident_experts = count
         self._device = torch.empty(0, device=options.device).device
-        return "meta" if self._device.type == "meta" else "cpu"
+        return "meta"
 
     def _apply_on_host(self, fn: Any, kept: Container[int]) -> dict[int, Tensor]:
         """Return what a move leaves of the parameters on the host, by the ids of the old ones.
@@ -133,6 +136,24 @@ def offload(layer: HoldsExperts, resident: int, device: torch.device | None = No
         _move_back(layer, device)
     else:
         _move(layer, resident, device)
+
+
+def fill_store(layer: HoldsExperts, resident: int, device: torch.device) -> None:
+    """Make the parameters of a layer on ``meta`` in host memory, where they hold no weights yet.
+
+    They hold what a quantized layer holds before it is loaded. Nothing of a layer's size is made
+    beside the store.
+
+    Args:
+        layer: its parameters are in the plain form.
+        resident: the number of experts on the device.
+        device: the device on which experts run.
+    """
+    for name, spec in parameter_specs(layer.sizes).items():
+        one = torch.zeros(1, *spec.shape[1:], dtype=spec.dtype, device="cpu")
+        x = (one.fill_(spec.fill) if spec.fill else one).expand(spec.shape)
+        layer.register_parameter(name, nn.Parameter(x, requires_grad=False))
+    _move(layer, resident, device)
 
 
 def reason_against(layer: HoldsExperts) -> str | None:
@@ -196,17 +217,42 @@ def _same_places(layer: HoldsExperts, host: HostExperts) -> bool:
     return same_device and host.residency.num_slots == layer.resident_experts
 
 
+def _kept_store(weights: ExpertWeights, host: HostExperts | None, pinned: bool) -> Store | None:
+    """The store of a layer whose weights still lie in it, in any form; None: they do not.
+
+    Products of parameters are copied into it.
+    """
+    if host is None or pinned != (host.residency.device.type == "cuda"):
+        return None
+    stored: list[ExpertWeight] = []
+    for weight, old in zip(weights[:2], host.residency.store, strict=True):
+        fields: list[Tensor | None] = []
+        for x, y in zip(weight[: len(STORED)], old, strict=False):
+            if x is None or y is None:
+                if x is not y:
+                    return None
+            elif x.data_ptr() == y.data_ptr() and x.nbytes == y.nbytes:
+                y = x  # noqa: PLW2901 (the same memory)
+            elif fields and (x.shape, x.dtype) == (y.shape, y.dtype):
+                y.copy_(x)
+            else:
+                return None
+            fields.append(y)
+        stored.append(ExpertWeight(*fields))  # type: ignore[arg-type]
+    return Store((stored[0], stored[1]), host.residency.memory)
+
+
 def _move(layer: HoldsExperts, resident: int, device: torch.device) -> None:
-    """Make store and slots; the parameters become the store's tensors."""
-    weights = _weights_of(layer)
-    held = store(weights, pinned=device.type == "cuda")
+    """Make store and slots, or slots alone; the parameters become the store's tensors."""
+    weights, pinned = _weights_of(layer), device.type == "cuda"
+    held = _kept_store(weights, layer.host_experts, pinned) or store(weights, pinned=pinned)
     config = layer.quant_method.stored_config(layer)
     made = host_experts(held, config, resident, device)
     for name in parameter_specs(layer.sizes):
         x = layer._parameters.get(name)
         if x is not None:
             new = place_in(x.detach(), weights, held)
-            new = x.detach().cpu() if new is None else new
+            new = x.detach().cpu().contiguous() if new is None else new
             layer.register_parameter(name, nn.Parameter(new, requires_grad=False))
     layer._buffers.update(_moved_buffers(layer, device))
     layer.host_experts, layer.resident_experts, layer._device = made, resident, device

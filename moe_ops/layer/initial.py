@@ -23,7 +23,7 @@ OWN = ("moe_ops", "torch")
 """Packages whose frames a warning leaves out."""
 
 
-def initialize(layer: WeightLoading) -> None:
+def initialize(layer: WeightLoading, seed: int | None = None) -> int | None:
     """Fill the parameters of an unquantized layer, which hold zeros, with random numbers.
 
     A quantized layer stays as it is.
@@ -36,13 +36,21 @@ def initialize(layer: WeightLoading) -> None:
     of the parameters' device. So replicas of an expert are equal, and ranks whose generators have
     the same state initialize parts of one layer, however they share it. A distributed tensor (of
     FSDP2) gets its part. Nothing is drawn for tensors without memory.
+
+    Args:
+        layer: the layer.
+        seed: the seed; None: one is drawn.
+
+    Returns:
+        The seed, which makes the same numbers again (quantized: 0); None: the layer has no memory.
     """
     weight = layer.w13_weight
-    if layer.sizes.scheme.weight is not None:
-        return
     if not holds_numbers(weight) and not hasattr(weight, "placements"):
-        return
-    seed = int(torch.randint(SEEDS, (), device=weight.device))
+        return None
+    if layer.sizes.scheme.weight is not None:
+        return 0
+    if seed is None:
+        seed = int(torch.randint(SEEDS, (), device=weight.device))
     for number, (name, spec) in enumerate(parameter_specs(layer.sizes).items()):
         param = getattr(layer, name)
         if getattr(param, LOADED, False):
@@ -55,6 +63,7 @@ def initialize(layer: WeightLoading) -> None:
         layout = (param.device_mesh, param.placements)
         shard = torch.distributed.tensor.distribute_tensor(whole, *layout, src_data_rank=None)
         param.data.copy_(shard)
+    return seed
 
 
 def _fill(layer: WeightLoading, param: Tensor, spec: ParameterSpec, seed: int) -> None:

@@ -137,7 +137,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
-        self.quant_method.create_weights(self, self.sizes, self._device_of_store(chosen))
+        self.quant_method.create_weights(self, self.sizes, self._device_of_new(chosen))
         add_gate(self, chosen)
         self.register_buffer("e_score_correction_bias", chosen.e_score_correction_bias)
         self.register_buffer("hash_indices_table", chosen.hash_indices_table)

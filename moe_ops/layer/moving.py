@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from moe_ops import checks
+from moe_ops.layer.forms import convert
+from moe_ops.layer.host_memory import fill_store
 from moe_ops.layer.initial import initialize
 from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.param_loader import attach_loader
@@ -36,8 +38,11 @@ class KeepsBits(WeightLoading):
 
     def _begin(self) -> None:
         """Fill the parameters of a new layer."""
-        initialize(self)
+        if self.resident_experts is not None and self.compute_device.type != "meta":
+            fill_store(self, self.resident_experts, self.compute_device)
+        seed = initialize(self)
         self.renew_slots()
+        self.initial_seed = seed
 
     def reset_parameters(self) -> None:
         """Set parameters and buffers to what they hold before a checkpoint is loaded.
@@ -56,12 +61,7 @@ class KeepsBits(WeightLoading):
         Call it after ``to_empty()`` of a layer that was made on ``meta``, or from ``_init_weights``
         of a transformers model. Tensors that ``from_pretrained`` has loaded stay as they are there.
         """
-        for name, spec in parameter_specs(self.sizes).items():
-            param = self._parameters.get(name)
-            if param is not None:
-                fill = _packed_fill(spec.fill) if is_packed(param) else spec.fill
-                init.constant_(param, fill) if fill else init.zeros_(param)
-        initialize(self)
+        seed = self._refill()
         if self.e_score_correction_bias is not None:
             init.zeros_(self.e_score_correction_bias)
         if self.shared_expert_gate_weight is not None:
@@ -69,6 +69,23 @@ class KeepsBits(WeightLoading):
         self.w13_input_order = None
         self._fill_expert_map()
         self.renew_slots()
+        self.initial_seed = seed
+
+    def _refill(self, seed: int | None = None) -> int | None:
+        """Fill the parameters like a new layer's; return the seed, see `initialize`."""
+        for name, spec in parameter_specs(self.sizes).items():
+            param = self._parameters.get(name)
+            if param is not None:
+                fill = _packed_fill(spec.fill) if is_packed(param) else spec.fill
+                init.constant_(param, fill) if fill else init.zeros_(param)
+        return initialize(self, seed)
+
+    def _empty_again(self, seed: int) -> None:
+        """Undo what was written into a new layer, whose ``initial_seed`` was ``seed``."""
+        convert(self, {})
+        self._refill(seed)
+        self.renew_slots()
+        self.initial_seed = seed
 
     def _fill_expert_map(self) -> None:
         """Write this rank's numbers into the buffer, which keeps its address."""
@@ -119,6 +136,8 @@ class KeepsBits(WeightLoading):
             return fn(stored.view(torch.uint8)).view(stored.dtype)
 
         expert_map = self._buffers.get("expert_map")
+        seed = None if self.w13_weight.is_meta else self.initial_seed
+        dtype = self.sizes.dtype
         super()._apply(moved, recurse=False)
         self.sizes = self.sizes.with_dtype(self.w13_weight.dtype)
         if self._buffers.get("expert_map") is not expert_map:  # `to_empty` leaves it undefined
@@ -126,6 +145,8 @@ class KeepsBits(WeightLoading):
         self._attach_loaders()
         self.quant_method.forget()
         self.renew_slots()
+        if self.sizes.dtype == dtype and not self.w13_weight.is_meta:
+            self.initial_seed = seed
         return self
 
     def _kept(self, cast: Container[str]) -> set[int]:

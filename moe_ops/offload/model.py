@@ -70,36 +70,45 @@ def offload_(
     checks.flags(progress=progress)
     _refuse_engines(model)
     targets = targets_chosen(list(found_in(model, FINDERS)), modules)
-    put_on_host(targets, "resident", resident, progress=progress)
+    put_on_host(
+        [*zip(targets, counts_of(targets, "resident", resident), strict=True)],
+        None,
+        progress=progress,
+    )
     return model
 
 
-def put_on_host(
-    targets: Sequence[HostTarget],
-    name: str,
-    resident: float | str,
-    device: torch.device | None = None,
-    *,
-    progress: bool = True,
-) -> None:
-    """Do what `offload_` does with modules that were chosen.
+def counts_of(targets: Sequence[HostTarget], name: str, resident: float | str) -> list[int]:
+    """Check what `offload_` checks, and return how many experts of each module are resident.
 
     Args:
         targets: the modules.
         name: the name of the argument ``resident`` in errors.
         resident: see `offload_`.
-        device: the device on which experts run; None: where they are.
-        progress: see `offload_`.
     """
     for target in targets:
         target.check()
+    return parse_amount(name, resident, [target.amount() for target in targets])
+
+
+def put_on_host(
+    pairs: Sequence[tuple[HostTarget, int]], device: torch.device | None, *, progress: bool
+) -> None:
+    """Do what `offload_` does with modules that were chosen.
+
+    Args:
+        pairs: the modules, and how many experts of each are resident: see `counts_of`.
+        device: the device on which experts run; None: where they are.
+        progress: see `offload_`.
+    """
+    if not pairs:
+        return
+    for target, _ in pairs:
         if any(x.is_meta for x in target.module.parameters()):
             raise ValueError(f"model.{target.name} must hold numbers, got parameters on meta")
-    counts = parse_amount(name, resident, [target.amount() for target in targets])
-    _check_memory(targets, counts)
+    _check_memory(pairs)
     done: list[tuple[HostTarget, int | None, torch.device]] = []
     try:
-        pairs = [*zip(targets, counts, strict=True)]
         for target, count in with_progress(pairs, "moving", progress=progress):
             host, own = target.host_experts(), target.device()
             done.append((target, None if host is None else host.residency.num_slots, own))
@@ -120,11 +129,11 @@ def _refuse_engines(model: nn.Module) -> None:
             )
 
 
-def _check_memory(targets: Sequence[HostTarget], counts: Sequence[int]) -> None:
+def _check_memory(pairs: Sequence[tuple[HostTarget, int]]) -> None:
     """Raise RuntimeError if the host has too little memory for what is on GPUs, or for one copy."""
     sizes = {
         target: amount.num_experts * amount.expert_bytes
-        for target, count in zip(targets, counts, strict=True)
+        for target, count in pairs
         if count < (amount := target.amount()).num_experts
     }
     on_gpu = sum(size for target, size in sizes.items() if _is_on_gpu(target.module))

@@ -30,24 +30,12 @@ from moe_ops.pipeline.lora import (
     low_product,
 )
 from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme
+from moe_ops.pipeline.slot_experts import Settings, slot_experts
+from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
 
 TRAINS_NOT = "experts in host memory are for inference, train without resident_experts"
 """Why experts in host memory have no gradients, nor have their inputs."""
-
-
-class Settings(NamedTuple):
-    """What a call of `differentiable_experts` is given beside tensors."""
-
-    scheme: Scheme
-    activation: str
-    """Key of the activation."""
-    on_input: bool
-    """Whether router weights multiply the rows of the first GEMM."""
-    batch_invariant: bool
-    summed: bool = True
-    """Whether each token's rows are weighted and summed; else the result has the slots' rows."""
 
 
 class Operands(NamedTuple):
@@ -133,7 +121,8 @@ def differentiable_experts(
 ) -> Tensor:
     """`slot_experts` with gradients of ``x``, weights, biases and router weights.
 
-    The product of the first GEMM is rounded to the dtype of ``x`` before the activation.
+    The backward pass reads the product of the first GEMM, rounded to the dtype of ``x``. With
+    adapters the forward pass reads it, too: it is rounded before the activation.
 
     Args:
         x: ``(T, H)``.
@@ -182,16 +171,11 @@ class _Experts(Function):
         operands = Operands(*tensors)
         space = operands.space(settings, plan)
         adapters = operands.adapters(settings, None)
-        product = _first_product(settings, operands, space, adapters)
-        y = _second_product(settings, operands, space, adapters, product)
+        out, product = _forward(settings, operands, space, adapters)
         ctx.settings = settings
         lora_plan = None if adapters is None else adapters.tiles.plan
         ctx.save_for_backward(*tensors, product, space.tiles.plan, lora_plan)
-        if not settings.summed:
-            return y
-        on_output = None if settings.on_input else operands.topk_weights
-        ids, expert_map = operands.topk_ids, operands.expert_map
-        return ops.moe_fused_mul_sum(y, on_output, ids, expert_map, None, space.num_local_experts)
+        return out
 
     @staticmethod
     @once("fused_experts")
@@ -203,6 +187,41 @@ class _Experts(Function):
         work = _Backward(ctx.settings, operands, asked, *spaces)
         gradients = work.run(grad.contiguous(), product)
         return (None, None, *gradients, *[None] * (len(tensors) - DIFFERENTIABLE))
+
+
+def _forward(
+    settings: Settings, operands: Operands, space: SlotRows, adapters: SlotRows | None
+) -> tuple[Tensor, Tensor]:
+    """The result, and the product of the first GEMM.
+
+    Adapters are added to rounded products. Without them the stages are those of a call without
+    gradients, and so are the bits.
+    """
+    if adapters is None and not settings.rounds_product:
+        products: list[Tensor] = []
+        rows = _first_rows(settings, operands, space)
+        weights, topk_weights = operands.weights(), operands.topk_weights
+        dtype = operands.x.dtype
+        out = slot_experts(rows, weights, settings, space, topk_weights, dtype, products=products)
+        return out, products[0]
+    product = _first_product(settings, operands, space, adapters)
+    y = _second_product(settings, operands, space, adapters, product)
+    if not settings.summed:
+        return y, product
+    on_output = None if settings.on_input else operands.topk_weights
+    ids, expert_map = operands.topk_ids, operands.expert_map
+    num_experts = space.num_local_experts
+    return ops.moe_fused_mul_sum(y, on_output, ids, expert_map, None, num_experts), product
+
+
+def _first_rows(settings: Settings, operands: Operands, space: SlotRows) -> Rows:
+    """The tokens; or, quantized with their router weights, the rows of slots."""
+    quant = settings.scheme.activation
+    if quant is None or not settings.on_input:
+        return Rows(operands.x)
+    slots = (operands.topk_ids, operands.expert_map, space.num_local_experts)
+    weights = operands.topk_weights
+    return Rows(*ops.moe_quantize(operands.x, operands.a1_scale, weights, *slots, quant.key))
 
 
 def _second_product(
@@ -229,23 +248,17 @@ def _first_product(
 ) -> Tensor:
     """The product of the first GEMM with its bias, ``(T * k, 2I)``."""
     scheme, x, weights = settings.scheme, operands.x, operands.weights()
-    quant, top_k = scheme.activation, operands.topk_ids.shape[1]
+    top_k = operands.topk_ids.shape[1]
     on_input = operands.topk_weights if settings.on_input else None
-    if quant is not None and on_input is not None:  # rows of slots, which contain the weights
-        slots = (operands.topk_ids, operands.expert_map, space.num_local_experts)
-        rows = Rows(*ops.moe_quantize(x, operands.a1_scale, on_input, *slots, quant.key))
-        on_input, top_k = None, 1
-    else:
+    rows = _first_rows(settings, operands, space)
+    if rows.scale is None:
         rows = quantized(x, operands.a1_scale, weights.w1, space, scheme, top_k)
-    product = gemm(rows, weights.w1, space, top_k, scheme, x.dtype, "", on_input)
-    if adapters is None or operands.lora1_a is None:
-        return product
-    on_input, top_k = (
-        operands.topk_weights if settings.on_input else None,
-        operands.topk_ids.shape[1],
-    )
-    low = low_product(x, operands.lora1_a, adapters, top_k)
-    add_product(product, low, operands.lora1_b, adapters, on_input)
+        product = gemm(rows, weights.w1, space, top_k, scheme, x.dtype, "", on_input)
+    else:  # rows of slots, which contain the weights
+        product = gemm(rows, weights.w1, space, 1, scheme, x.dtype)
+    if adapters is not None and operands.lora1_a is not None:
+        low = low_product(x, operands.lora1_a, adapters, top_k)
+        add_product(product, low, operands.lora1_b, adapters, on_input)
     return product
 
 

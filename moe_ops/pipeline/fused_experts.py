@@ -9,13 +9,13 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import check_transforms, recomputed, refuse, wanted
-from moe_ops.pipeline.backward import Settings, differentiable_experts, lacking
-from moe_ops.pipeline.experts.standard import slot_experts
-from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act, quantized
+from moe_ops.gradients import check_transforms, refuse, wanted
+from moe_ops.pipeline.backward import differentiable_experts, lacking
+from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
 from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
+from moe_ops.pipeline.slot_experts import Settings, slot_experts
 from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.routing.topk import fused_topk
@@ -51,10 +51,11 @@ def fused_experts(
     With ``apply_router_weight_on_input`` the token's row is scaled by ``w[t, j]`` (in float32)
     before the first product instead, for any k, and the sum has weight 1.
 
-    Tokens, router weights, biases and weights that are not quantized have gradients, once: the
-    product of the first GEMM is then rounded before the activation. Quantized weights are
-    constants, and the gradient passes the quantization of rows unchanged. Under ``torch.autocast``
-    tokens are cast to its dtype, and so are weights that are not quantized.
+    Tokens, router weights, biases and weights that are not quantized have gradients, once, and the
+    result has the same bits with and without them. (The backward pass reads the product of the
+    first GEMM rounded to the dtype of ``hidden_states``.) Quantized weights are constants, and the
+    gradient passes the quantization of rows unchanged. Under ``torch.autocast`` tokens are cast to
+    its dtype, and so are weights that are not quantized.
 
     Quantized: rows are quantized before each product (the intermediate after its rounding to the
     dtype of ``hidden_states``), products of stored values are exact, scales and biases are applied
@@ -234,7 +235,7 @@ def _experts(
         inputs = wanted(hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
-    elif not inputs and not recomputed():
+    elif not inputs:
         return _untrained(hidden_states, experts, routing, settings, config, plan)
     reason = lacking((w1, w2), config)
     if reason is not None:
@@ -276,25 +277,16 @@ def _untrained(
     config: FusedMoEQuantConfig,
     plan: Tensor | None,
 ) -> Tensor:
-    """`differentiable_experts` without gradients, which needs fewer passes."""
-    scheme, key, on_input, invariant, summed = settings
+    """`differentiable_experts` without gradients, which stores no product."""
+    scheme, invariant = settings.scheme, settings.batch_invariant
     num_experts = weights.w1.data.shape[0]
-    if not summed:
-        space = SlotRows.of(routing, num_experts, scheme, x.dtype, invariant)
-        top_k = routing.topk_ids.shape[1]
-        rows = quantized(x, weights.a1_scale, weights.w1, space, scheme, top_k, key)
-        space = space._replace(expert_order=scheme.weight is None)
-        rows = gemm_act(rows, weights, space, top_k, scheme, x.dtype, key)
-        return gemm(rows, weights.w2, space, 1, scheme, x.dtype)
     return slot_experts(
-        first_rows(x, config, routing, num_experts, on_input),
+        first_rows(x, config, routing, num_experts, settings.on_input),
         weights,
-        scheme,
+        settings,
         SlotRows.of(routing, num_experts, scheme, x.dtype, invariant, plan),
         routing.topk_weights,
-        key,
         x.dtype,
-        on_input,
     )
 
 

@@ -179,6 +179,33 @@ def gemm(
     )
 
 
+def activated_gemm(
+    rows: Rows,
+    weight: ExpertWeight,
+    space: SlotRows,
+    top_k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    activation: str,
+    topk_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gemm`, and its product before the activation: in slot order, rounded to ``dtype``."""
+    result: tuple[Tensor, Tensor] = ops.activated_product(
+        rows.data,
+        rows.scale,
+        [*weight],
+        topk_weights,
+        [*space.tiles],
+        top_k,
+        scheme.key,
+        dtype,
+        activation,
+        space.expert_order and scheme.weight is None,
+        space.batch_invariant,
+    )
+    return result
+
+
 def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
     """Whether the second GEMM and the weighted sum are one operator: if T may be 1.
 

@@ -78,7 +78,7 @@ def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
     """Return the tensor of a store that holds a parameter; None: there is none.
 
     Args:
-        x: the parameter that one of ``weights`` is, or is a view of.
+        x: the parameter that one of ``weights`` is, or is a view of. Its experts may share memory.
         weights: the weights that `store` was given.
         held: the store.
     """
@@ -86,9 +86,10 @@ def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
         for w, y in zip(weight[: len(STORED)], stored, strict=False):
             if w is None or y is None or w.data_ptr() != x.data_ptr() or w.nbytes != x.nbytes:
                 continue
-            if w.stride() == y.stride():
-                whole = torch.empty(0, dtype=x.dtype, device="cpu")
-                return whole.set_(y.untyped_storage(), 0, x.shape, x.stride())
+            if w.stride()[1:] == y.stride()[1:]:
+                whole, strides = torch.empty(0, dtype=x.dtype, device="cpu"), x.stride()[1:]
+                shape, dense = x.shape, x.shape[1:].numel()
+                return whole.set_(y.untyped_storage(), 0, shape, (dense, *strides))
     return None
 
 

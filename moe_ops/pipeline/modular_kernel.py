@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.gradients import inference_only, recomputed, refuse, wanted
+from moe_ops.gradients import inference_only, refuse, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.pipeline.calls import (
     Call,
@@ -255,10 +255,10 @@ class FusedMoEKernel:
 
         Returns:
             The tensors that require grad; why there are no gradients (None: there are); and whether
-            the call runs as with gradients, which it also does if it will be `recomputed`.
+            the call runs as with gradients.
         """
         inputs = wanted(*differentiable(call), call.lora, self.fused_experts.quant_config)
-        if not inputs and not recomputed():
+        if not inputs:
             return inputs, None, False
         reason = lacks_gradients(self, call)
         return inputs, reason, reason is None

@@ -36,6 +36,8 @@ def expert_product(
     activation: str = "",
     expert_order: bool = False,
     batch_invariant: bool = False,
+    *,
+    product: Tensor | None = None,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``, rounded once.
 
@@ -57,6 +59,7 @@ def expert_product(
         activation: key of f; empty: no activation.
         expert_order: whether rows between two GEMMs are permuted, with the scheme "unquantized".
         batch_invariant: whether the plan is; each row is then multiplied by itself.
+        product: see `activated_product`.
     """
     numbers, stored = get_scheme(scheme), ExpertWeight(*weight)
     quant, (num_experts, n, _) = numbers.activation, stored.data.shape
@@ -69,13 +72,11 @@ def expert_product(
     permuted = None if not expert_order else "out" if activation else "a"
     out: Tensor | None = None
     for part, present in [(stored, None)] if stored.host is None else in_waves(stored, tiles):
-        product, columns = (
-            product_of(*rows, part, numbers, batch_invariant),
-            Columns(n, num_experts, present),
-        )
-        then = Epilogue(part.bias, topk_weights, activation)
+        multiplied = product_of(*rows, part, numbers, batch_invariant)
+        then = Epilogue(part.bias, topk_weights, activation, product)
+        columns = Columns(n, num_experts, present)
         out = grouped(
-            product,
+            multiplied,
             inputs,
             columns,
             tiles,
@@ -87,6 +88,43 @@ def expert_product(
             out=out,
         )
     return cast(Tensor, out)
+
+
+def activated_product(
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: AnyWeight,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str,
+    expert_order: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`expert_product`, and its product before f, in slot order, rounded to the same dtype.
+
+    The first GEMM of a forward pass that has a backward pass: f is applied to float32 sums, so the
+    first result has the bits that it has without gradients, and the backward pass reads the second.
+    """
+    slots, columns = a.shape[0] * top_k, weight[0].shape[1]
+    product = a.new_zeros(slots, columns, dtype=out_dtype)
+    h = expert_product(
+        a,
+        a_scale,
+        weight,
+        topk_weights,
+        tiles,
+        top_k,
+        scheme,
+        out_dtype,
+        activation,
+        expert_order,
+        batch_invariant,
+        product=product,
+    )
+    return h, product
 
 
 def expert_product_out(

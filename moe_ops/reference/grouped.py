@@ -41,6 +41,8 @@ class Epilogue(NamedTuple):
     """One per slot."""
     activation: str = ""
     """Key of f; empty: no activation."""
+    product: Tensor | None = None
+    """Where the rows before the activation are written, in slot order; None: nowhere."""
 
 
 def grouped(
@@ -86,6 +88,8 @@ def grouped(
     if then.bias is not None:
         for expert, part in zip(experts, parts, strict=True):
             part += then.bias[expert].float()
+    if then.product is not None:
+        then.product.index_copy_(0, slots, rows.to(dtype))
     if then.activation:
         applied = formula(then.activation)
         rows = apply(*split(rows, applied), applied)

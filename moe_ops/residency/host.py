@@ -47,8 +47,8 @@ def check_host_room(needed: int) -> None:
     room = available_bytes()
     if room is not None and needed > room:
         raise RuntimeError(
-            f"resident experts must have host memory for all experts of the layer, {needed} bytes, "
-            f"got {room} bytes available"
+            f"resident experts must have host memory for all experts, {needed} bytes, got {room} "
+            "bytes available"
         )
 
 

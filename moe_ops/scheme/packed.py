@@ -99,20 +99,22 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     quant = _checked(q, scheme, fragments=False)
     experts, n, width = q.data.shape
     shape = (experts, n, width * q.data.itemsize // PACKED_DTYPE.itemsize)
-    return _pack_into(q.data.new_empty(shape, dtype=PACKED_DTYPE), q, quant)
+    words = _packed_into(q.data.new_empty(shape, dtype=PACKED_DTYPE), q.data, quant)
+    return QTensor(words, swapped(q.scale), swapped(q.zero_point), q.global_scale)
 
 
 def pack_weight_(q: QTensor, scheme: str | Scheme) -> QTensor:
-    """As `pack_weight`, in the memory of ``q.data``, which must be contiguous: ``q`` is lost."""
+    """As `pack_weight`, in the memory of ``q``, whose data must be contiguous: ``q`` is lost."""
     quant = _checked(q, scheme, fragments=False)
-    return _pack_into(q.data.view(PACKED_DTYPE), q, quant)
+    words = _packed_into(q.data.view(PACKED_DTYPE), q.data, quant)
+    return QTensor(words, _swapped_(q.scale), _swapped_(q.zero_point), q.global_scale)
 
 
-def _pack_into(words: Tensor, q: QTensor, quant: Quant) -> QTensor:
-    """Pack expert after expert into ``words``, which may be the memory of ``q.data``."""
-    for source, target in zip(q.data, words, strict=True):
+def _packed_into(words: Tensor, data: Tensor, quant: Quant) -> Tensor:
+    """Pack expert after expert into ``words``, which may be the memory of ``data``."""
+    for source, target in zip(data, words, strict=True):
         target.copy_(_packed(source, quant))
-    return QTensor(words, swapped(q.scale), swapped(q.zero_point), q.global_scale)
+    return words
 
 
 def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
@@ -145,6 +147,16 @@ def groups_first(shape: tuple[int, ...]) -> tuple[int, ...]:
 def swapped(x: Tensor | None) -> Tensor | None:
     """Swap rows and groups of scales or zero points that have both axes."""
     return x if x is None or x.dim() != 3 else x.transpose(1, 2).contiguous()
+
+
+def _swapped_(x: Tensor | None) -> Tensor | None:
+    """Swap rows and groups as `swapped` does, expert after expert in the memory of ``x``."""
+    if x is None or x.dim() != 3 or not x.is_contiguous():
+        return swapped(x)
+    out = x.view(groups_first(tuple(x.shape)))
+    for source, target in zip(x, out, strict=True):
+        target.copy_(source.t().clone(memory_format=torch.contiguous_format))
+    return out
 
 
 def bits_spread(quant: Quant) -> bool:

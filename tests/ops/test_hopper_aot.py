@@ -16,6 +16,7 @@ import plans  # noqa: E402
 from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized, slot_plan  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from products import plain_product  # noqa: E402
+from table_items import every_row  # noqa: E402
 
 from moe_ops.dispatch import GemmProblem  # noqa: E402
 from moe_ops.dispatch.device import Device
@@ -27,6 +28,7 @@ from moe_ops.kernels import expert_product
 from moe_ops.kernels._hopper import gathered as hopper_tile
 from moe_ops.kernels._hopper import gemm as hopper_gemm
 from moe_ops.kernels._hopper import stream as hopper_stream
+from moe_ops.scheme import get_scheme
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 PACKED_AT_ONCE = ["fp8_channel", "fp8_block128", "fp8_tensor_static", "int8_channel"]
@@ -87,6 +89,43 @@ def test_a_layer(scheme, layer):
         c = constants(kernel)
         on_demand = tile == 192 or (not wide and tile == 128 and rows <= 682)
         assert c.ON_DEMAND is (packed and on_demand) and tile == c.BLOCK_M
+
+
+@every_row(
+    ("scheme", "tokens", "activation", "spilled"),
+    [
+        ("unquantized", 4000, "silu", 0),
+        ("unquantized", 8000, "silu", 64),
+        ("int8_channel", 4000, "swigluoai", 0),
+        ("fp8_block128", 4000, "silu", None),
+    ],
+)
+def test_the_product_beside_its_activation(scheme, tokens, activation, spilled):
+    """One kernel stores both, 16 bytes a thread; or two kernels where one would spill in its loop.
+
+    Tiles of 192 rows keep some addresses of their epilogue in memory.
+    """
+
+    def launch(empty):
+        quant, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
+        ids = empty(tokens, TOP_K, dtype=torch.int32)
+        a, scale, w = empty(tokens, 2048), None, [empty(EXPERTS, 1536, 2048), None]
+        if quant is not None:
+            a, w = empty(tokens, 2048, dtype=quant.dtype), [w[0].to(weight.dtype), None]
+            scale = empty(*quant.row_scale_shape(tokens, 2048), dtype=torch.float32)
+            w += [empty(*weight.weight_scale_shape(EXPERTS, 1536, 2048), dtype=torch.float32)]
+        with plans.row_tile(None, portable_only=False):
+            tiles = slot_plan(ids, EXPERTS, scheme)
+            call = (a, scale, w, None, tiles, TOP_K, scheme, torch.bfloat16, activation)
+            expert_product.activated_product(*call, weight is None)
+
+    kernels = [k for k in aot.compile_launch(90, launch) if "gemm" in k.metadata.name]
+    used = [aot.resources(k, 90)["spilled"] for k in kernels]
+    assert len(used) == (1 if spilled is not None else 2)
+    assert max(used) <= (spilled or 0)
+    for kernel in kernels:
+        stores = re.findall(r"st\.global\S*", kernel.asm["ptx"])
+        assert stores and all(".v4" in store for store in stores)
 
 
 MODELS = {

@@ -23,7 +23,9 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KERNELS as HOPPERS
-from moe_ops.dispatch.hopper import HopperTiles, most_stages, widths
+from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, widths
+from moe_ops.dispatch.operands import operands_of
+from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.gemm import HopperGemm
@@ -98,6 +100,41 @@ def test_every_tile(tiles, activation):
         if (scheme == "unquantized") == (itemsize == 2):
             problem = Problem(50, 3, 2, 320, 192, torch.bfloat16, kind, has_bias=True)
             check(problem, scheme, activation, (*tiles, False))
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "int8_channel"])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_no_mul"])
+def test_the_product_before_the_activation(scheme, activation):
+    """It is what a GEMM without an activation returns, and the other result keeps its bits."""
+    problem = Problem(50, 3, 2, 320, 192, torch.bfloat16, activation, has_bias=True)
+    x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
+    k, quant = problem.top_k, get_scheme(scheme).activation
+    rows, weight = (x, None), ExpertWeight(w, bias)
+    if quant is not None:
+        rows = moe_quantize(x, None, None, ids, expert_map, len(w), quant.key)
+        weight = weight_of(quantize_weight(w, scheme), bias)
+    for block_m in (64, 128) if quant else (64, 128, 192):
+        config = HopperTiles(PACKED, block_m, 256, 4, 2)
+        results = []
+        with row_tile(block_m, NO_GPU, portable_only=False):
+            plan = planned(ids, expert_map, len(w), scheme)
+            for key in ("", activation):
+                call = {"top_k": k, "scheme": scheme, "activation": key, "out_dtype": x.dtype}
+                call["expert_order"] = ordered = key != "" and quant is None
+                operands = GemmOperands(*rows, weight, None, plan)
+                gemm = problem_of(
+                    operands_of("expert_product", operands._asdict() | call)
+                )._replace(boxes=True)
+                columns = w.shape[1] if not key else w.shape[1] // (1 + formula(key).gated)
+                like = x.new_empty(len(x) * k, columns)
+                results.append(run(gemm, config, operands, like))
+            product = torch.full((len(x) * k, w.shape[1]), torch.nan, dtype=x.dtype)
+            again = run(gemm, config, operands._replace(product=product), like)
+        mine = local_experts(ids, expert_map, len(w)) >= 0
+        used = slice(int(mine.sum())) if ordered else mine
+        assert torch.equal(again[used], results[1][used])
+        assert torch.equal(product[mine], results[0][mine])
+        assert product[~mine].isnan().all()
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=lambda t: "-".join(map(str, t)))

@@ -198,7 +198,7 @@ def test_explained_tiles_are_those_that_run(
         launch(self, *arguments)
 
     def record_hoppers(self, *arguments):
-        c, kernel = self.constants, PACKED if self.packed else STREAM
+        c, kernel = self.constants, PACKED if self.gathered else STREAM
         seen.append({"kernel": kernel, "num_stages": c.STAGES, "ctas": 1, **vars(c)})
         run(self, *arguments)
 
@@ -244,7 +244,17 @@ def test_experts_in_host_memory():
         found.costs[1].weight_bytes / 50e3 / 64 / 100, rel=1e-6
     )
     assert (first.waves, many.waves, host.streams_from) == (1, 4, 5)
-    assert moe_ops.explain(QWEN, FP8, device="sm_90", resident=1.0).host.streams_from is None
+    assert first.no_hits_us_per_token == pytest.approx(8 * one / 50e3, rel=1e-6)
+    assert first.most_hits == 1 and many.most_hits == pytest.approx(32 / many.wanted_experts)
+    text = str(host).splitlines()
+    assert text[1].split()[-1] == f"{first.us_per_token[-1]:.4g}"
+    assert text[2].split()[3] == f"{many.no_hits_us_per_token:.4g}"
+    assert text[2].split()[4:] == ["-"] * 5  # 32 slots are 25 % of what 64 tokens want
+    assert "expect 25% hits if all experts are equally likely" in str(host)
+    assert f"all experts once at most ({128 * one / 50e6:.4g} ms)" in str(host)
+    everything = moe_ops.explain(QWEN, FP8, device="sm_90", resident=1.0).host
+    assert (everything.streams_from, everything.host_bytes, everything.times) == (None, 0, ())
+    assert str(everything).startswith("resident: all 128 experts of the layer, ")
     with pytest.raises(ValueError, match="resident must be an int from top_k = 8 to 128"):
         moe_ops.explain(QWEN, FP8, device="sm_90", resident=4)
     with pytest.raises(ValueError, match="host_gbps must be positive"):

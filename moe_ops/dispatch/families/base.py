@@ -60,6 +60,8 @@ class Family:
     """States of rows (`GemmProblem.rows`) that the kernel quantizes itself."""
     buffers: Callable[[GemmProblem], tuple[BufferSpec, ...]] = quantized_rows
     """Buffers for rows that are written before the GEMM."""
+    keeps_product: Callable[[GemmProblem], bool] = lambda problem: False
+    """Whether the kernel stores the product before an activation, too, if a call asks for it."""
     sums: bool = False
     """Whether the kernel also computes the weighted sum over the slots of a token."""
     fragments: bool = False

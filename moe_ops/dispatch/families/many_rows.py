@@ -170,6 +170,14 @@ def _many(problem: GemmProblem, _: Device) -> bool:
     return load >= GATHERED_LOAD[problem.gemm.itemsize] or problem.sizes.row_tile == TALL_ROW_TILE
 
 
+def _has_one_sum(problem: GemmProblem) -> bool:
+    """Whether products are added up unscaled: those of scale groups need a second set of registers.
+
+    With it, and a product to store, the kernel's loop would spill.
+    """
+    return problem.quant is None or problem.quant.shared_cols is None
+
+
 LAUNCHER = "_hopper.gemm:HopperGemm"
 GATHERED = Persistent(
     PACKED,
@@ -186,6 +194,7 @@ GATHERED = Persistent(
     ),
     quantizes=(EACH,),
     gathers=True,
+    keeps_product=_has_one_sum,
     buffers=lambda problem: () if problem.rows == EACH else quantized_rows(problem),
 )
 """The kernel for many rows, which are gathered in the order of the plan."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.base import (
@@ -50,8 +50,11 @@ PIPELINE_LIMIT = 64
 """Row tile from which Triton 3.6 cannot pipeline a Blackwell product with a computed operand."""
 
 
+@dataclass(frozen=True)
 class Portable(Tunable):
     """A kernel in Triton, whose tiles are a `TileConfig`."""
+
+    keeps_product: Callable[[GemmProblem], bool] = lambda problem: True
 
     def plan(self, problem: GemmProblem, tiles: TileConfig, source: str) -> GemmPlan:
         """With a plan of the kernel's own if its tiles do not divide the plan's."""

@@ -10,10 +10,10 @@ from torch import Tensor
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._engines import block_name, say_that_it_serves, weight_scales
-from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.experts.supports import capability_of
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
+from moe_ops.pipeline.slot_experts import Settings, slot_experts
 from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.scheme import (
     SCHEMES,
@@ -62,12 +62,10 @@ def run(
     out = slot_experts(
         first_rows(x, config, routing, w1.shape[0], on_input),
         expert_weights(w1, w2, config),
-        scheme,
+        Settings(scheme, activation.key, on_input, batch_invariant),
         SlotRows.of(routing, w1.shape[0], scheme, x.dtype, batch_invariant),
         topk_weights,
-        activation.key,
         x.dtype,
-        on_input,
         x if runner_config.inplace else None,
     )
     say_that_it_serves(ENGINE, scheme, activation.key)

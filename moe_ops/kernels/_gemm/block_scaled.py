@@ -39,7 +39,7 @@ def load_scales(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FOR
 
 @triton.jit(do_not_specialize=COUNTED)
 def block_scaled_gemm_kernel(
-    a, a_scale, w, w_scale, w_global_scale, bias, out,
+    a, a_scale, w, w_scale, w_global_scale, bias, out, product,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
@@ -48,8 +48,8 @@ def block_scaled_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(numbers(a[s // TOP_K]) @ numbers(w[e]).T + bias[e])``.
 
-    Weights are the first operand. The gate and up rows of a tile alternate, so one product yields
-    both in adjacent columns.
+    ``product``: the result before f, or None. Weights are the first operand. The gate and up rows
+    of a tile alternate, so one product yields both in adjacent columns.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
@@ -90,6 +90,8 @@ def block_scaled_gemm_kernel(
         tl.trans(acc), scales, a_scales, w_global_scale, bias, None, expert, row, slot, real,
         inside, FORMAT, ROWS,
     )  # fmt: skip
+    if product is not None:
+        store_tile(product, acc, slot, row, real, inside, FORMAT.weight_rows)
     acc = activate_rows(acc, RULE, 1, 1)
     n, n_inside = columns_of(pid_n, N, BLOCK_N)
     store_tile(out, acc, slot, n, real, n_inside, N)

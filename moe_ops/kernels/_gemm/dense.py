@@ -44,7 +44,7 @@ from moe_ops.kernels._runtime.slots import dense
 
 @triton.jit(do_not_specialize=COUNTED)
 def _expert_gemm_kernel(
-    a, w, bias, topk_weights, out,
+    a, w, bias, topk_weights, out, product,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
@@ -53,6 +53,7 @@ def _expert_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ w[e].T + bias[e])``; ADDS: added to out[s].
 
+    ``product``: the result before f, in slot order, or None.
     RULE is the `Formula` of f or None, N counts output columns. STEP is the distance in weight rows
     from one column to the next, UP from a gate row to its up row (0 without a gate).
     """
@@ -91,6 +92,10 @@ def _expert_gemm_kernel(
     if UP > 0:
         up = multiply_by(up, topk_weights, slot, real, 0)
         up = add_bias(up, bias, first, w_row + UP, inside, 1)
+    if product is not None:
+        store_tile(product, acc, slot, w_row, real, inside, WEIGHT_ROWS)
+        if UP > 0:
+            store_tile(product, up, slot, w_row + UP, real, inside, WEIGHT_ROWS)
     if RULE is not None:
         acc = activate(acc, up, RULE)
     row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
@@ -122,7 +127,9 @@ class DenseGemm:
             plan = split_tiles(told[0], num_slots, told[4], self.rule, self.part)
             told = (plan, *told[1:-1], plan.shape[0])
         vectors = dense(operands.weight.bias), dense(operands.topk_weights)
-        self.launch((self.programs,), a, w, *vectors, out, *told, a.stride(0), *w.stride())
+        self.launch(
+            (self.programs,), a, w, *vectors, out, operands.product, *told, a.stride(0), *w.stride()
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -26,6 +26,9 @@ class GemmOperands(NamedTuple):
     early: bool = False
     """Whether the kernel may read the routing, the weight and the weight's scales and zero points
     before the kernels before it end: see `moe_ops.kernels._runtime.dependent`."""
+    product: Tensor | None = None
+    """``(R * top_k, N)``: where the result before the activation is stored, in slot order, beside
+    the activated result. None: it is not. Only kernels of families that keep products store it."""
 
     experts: int | None = None
     """El if the weight's tensors are the slots of experts in host memory; tiles then have rows of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class Prepared(NamedTuple):
     """How rows are quantized before the GEMM; None if they are not."""
     sorts_by: TileRule | None = None
     """The rule of the plan if slots are sorted again; None: the kernel reads the call's plan."""
+    keeps_product: bool = True
+    """Whether the kernel stores the product before the activation if it is given a place."""
 
 
 PREPARED: dict[Any, Prepared] = {}
@@ -86,9 +88,21 @@ def call_gemm(
         PREPARED[key] = prepared
     else:
         result = operands.a.new_empty(prepared.shape, dtype=prepared.dtype) if out is None else out
-    if prepared.kernel is not None:
-        _run(result, operands, prepared, prepared.kernel)
+    if prepared.kernel is None:
+        return result
+    if operands.product is not None and not prepared.keeps_product:
+        operands = _product_apart(operands, settings)
+    _run(result, operands, prepared, prepared.kernel)
     return result
+
+
+def _product_apart(operands: GemmOperands, settings: tuple[Any, ...]) -> GemmOperands:
+    """Compute ``operands.product`` by a GEMM of its own; return the operands without it."""
+    product, operands = operands.product, operands._replace(product=None)
+    named = dict(zip(SETTINGS, settings, strict=True)) | {"activation": "", "expert_order": False}
+    alone = tuple(named[name] for name in SETTINGS)
+    call_gemm("expert_product", operands, alone, lambda: cast(Tensor, product), out=product)
+    return operands
 
 
 def _run(out: Tensor, operands: GemmOperands, prepared: Prepared, kernel: Kernel) -> None:
@@ -138,8 +152,12 @@ def _prepared(
         kernel = InWaves(kernel, sizes.row_tile)
     if apart:
         kernel = SumAfter(kernel)
-    sorts_by = sizes.rule if sorts else None
-    return result._replace(kernel=kernel, quant=quant, sorts_by=sorts_by)
+    return result._replace(
+        kernel=kernel,
+        quant=quant,
+        sorts_by=sizes.rule if sorts else None,
+        keeps_product=not apart and family.keeps_product(problem),
+    )
 
 
 class InWaves:

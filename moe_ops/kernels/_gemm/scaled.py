@@ -148,7 +148,7 @@ def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.con
 
 @triton.jit(do_not_specialize=COUNTED)
 def scaled_gemm_kernel(
-    a, a_scale, w, w_scale, bias, out,
+    a, a_scale, w, w_scale, bias, out, product,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_sm, stride_se, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
@@ -157,7 +157,8 @@ def scaled_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(a_scale * w_scale * a[s // TOP_K] @ w[e].T + bias[e])``.
 
-    RULE is the `Formula` of f or None, LAYOUT a `Layout`; both are NamedTuples.
+    ``product``: the result before f, or None. RULE is the `Formula` of f or None, LAYOUT a
+    `Layout`; both are NamedTuples.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
@@ -195,6 +196,10 @@ def scaled_gemm_kernel(
     acc = finish_sums(acc, scales[0], scales[1], bias, expert, row, inside, LAYOUT)
     if LAYOUT.up > 0:
         up = finish_sums(up, scales[0], scales[2], bias, expert, row + LAYOUT.up, inside, LAYOUT)
+    if product is not None:
+        store_tile(product, acc, slot, row, real, inside, LAYOUT.weight_rows)
+        if LAYOUT.up > 0:
+            store_tile(product, up, slot, row + LAYOUT.up, real, inside, LAYOUT.weight_rows)
     if RULE is not None:
         acc = activate(acc, up, RULE)
     store_tile(out, acc, slot, n, real, inside, N)
@@ -215,7 +220,7 @@ class ScaledGemm:
         told = tile_arguments(operands.tiles, out.shape[0], self.num_experts)
         strides = _scale_strides(a, a_scale, self.quant)
         self.launch(
-            (self.programs,), a, scales[0], w, scales[1], bias, out, *told,
+            (self.programs,), a, scales[0], w, scales[1], bias, out, operands.product, *told,
             a.stride(0), *strides, *w.stride(),
         )  # fmt: skip
 

@@ -150,7 +150,7 @@ def finish_sums(
 
 @triton.jit(do_not_specialize=COUNTED)
 def weight_only_gemm_kernel(
-    a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, topk_weights, out,
+    a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, topk_weights, out, product,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
@@ -159,9 +159,9 @@ def weight_only_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
 
-    RULE is a `Formula` or None, FORMAT the `Format` of weights, ROWS the `Format` of rows, or None
-    if rows are not quantized. Quantized rows are dequantized to bf16; scales of whole rows multiply
-    the sums.
+    ``product``: the result before f, or None. RULE is a `Formula` or None, FORMAT the `Format` of
+    weights, ROWS the `Format` of rows, or None if rows are not quantized. Quantized rows are
+    dequantized to bf16; scales of whole rows multiply the sums.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
@@ -206,6 +206,10 @@ def weight_only_gemm_kernel(
             u, u_scales, a_scales, w_global_scale, bias, topk_weights, expert, u_row, slot, real,
             inside, FORMAT, ROWS,
         )  # fmt: skip
+    if product is not None:
+        store_tile(product, g, slot, row, real, inside, FORMAT.weight_rows)
+        if FORMAT.up > 0:
+            store_tile(product, u, slot, u_row, real, inside, FORMAT.weight_rows)
     if RULE is not None:
         g = activate(g, u, RULE)
     store_tile(out, g, slot, n, real, inside, N)
@@ -243,6 +247,7 @@ class StoredGemm:
             as_bytes(dense(operands.weight.scale)),
             *map(dense, self.vectors(operands)),
             out,
+            operands.product,
             *tile_arguments(operands.tiles, out.shape[0], self.problem.sizes.num_experts),
             a.stride(0),
             *scale_strides(operands.a_scale, self.scheme.activation, num_experts),

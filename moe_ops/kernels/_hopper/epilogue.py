@@ -34,20 +34,28 @@ def load_scales(expert, rows, v, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_sums(
+def finish_product(
     acc, scale, w_scale, weight, bias, expert, rows, AXIS: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """Apply scales that span K, routing weights, the bias and the activation, in float32.
+    """Apply scales that span K, routing weights and the bias, in float32.
 
     ``scale``, ``weight``: of the slots, or None. ``rows``: weight rows (from `weight_rows`);
     ``w_scale``: their scales (from `load_scales`), or None.
     """
-    RULE: gl.constexpr = C.RULE
     row, inside = rows
     acc = acc.to(gl.float32)
     if w_scale is not None:
         acc *= across(scale, AXIS) * along(w_scale, AXIS)
     if weight is not None:
         acc *= across(weight, AXIS)
-    acc = add_bias(acc, bias, expert * C.WEIGHT_ROWS, row, inside, AXIS)
+    return add_bias(acc, bias, expert * C.WEIGHT_ROWS, row, inside, AXIS)
+
+
+@gluon.jit
+def finish_sums(
+    acc, scale, w_scale, weight, bias, expert, rows, AXIS: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """`finish_product`, followed by the activation."""
+    RULE: gl.constexpr = C.RULE
+    acc = finish_product(acc, scale, w_scale, weight, bias, expert, rows, AXIS, C)
     return activate_rows(acc, RULE, RUN, AXIS)

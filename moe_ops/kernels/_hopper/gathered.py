@@ -17,8 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from moe_ops.kernels._gemm.epilogue import activate_rows
 from moe_ops.kernels._gemm.tile import COUNTED
-from moe_ops.kernels._hopper.epilogue import finish_sums, load_scales, weight_rows
+from moe_ops.kernels._hopper.epilogue import RUN, finish_product, load_scales, weight_rows
 from moe_ops.kernels._hopper.find import plan_arguments
 from moe_ops.kernels._hopper.memory import load_box
 from moe_ops.kernels._hopper.products import (
@@ -66,20 +67,43 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(out, value, slot, first, num_slots, C: gl.constexpr):
-    """Store columns of rows to their slots, 64 columns at a time: 128 contiguous bytes per row."""
+def store_rows(
+    out, value, slot, first, num_slots, WIDTH: gl.constexpr, END: gl.constexpr
+):  # fmt: skip
+    """Store columns of rows to their slots, 64 columns at a time: 128 contiguous bytes per row.
+
+    ``first``: the first column of the ``WIDTH`` of ``out``, of which columns from END on stay.
+    """
     COLS: gl.constexpr = value.shape[1]
     if COLS > 64:
         left, right = value.reshape((value.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
-        store_rows(out, left, slot, first, num_slots, C)
-        store_rows(out, right, slot, first + COLS // 2, num_slots, C)
+        store_rows(out, left, slot, first, num_slots, WIDTH, END)
+        store_rows(out, right, slot, first + COLS // 2, num_slots, WIDTH, END)
     else:
         WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         row = gl.convert_layout(slot, gl.SliceLayout(1, WIDE))
         n = first + gl.arange(0, COLS, layout=gl.SliceLayout(0, WIDE))
-        at = out + row.to(gl.int64)[:, None] * C.N + n[None, :]
-        mask = (row < num_slots)[:, None] & (n < C.N)[None, :]
+        at = out + row.to(gl.int64)[:, None] * WIDTH + n[None, :]
+        mask = (row < num_slots)[:, None] & (n < END)[None, :]
         gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
+
+
+@gluon.jit
+def store_product(product, acc, slot, first, num_slots, C: gl.constexpr):
+    """Store finished sums before the activation, each in the column of its weight row."""
+    if C.GATED:
+        PAIRS: gl.constexpr = acc.shape[1] // (2 * RUN)
+        pairs = acc.reshape((acc.shape[0], PAIRS, 2, RUN)).permute((0, 1, 3, 2))
+        if C.STEP == 1:
+            g, u = pairs.split()
+            g, u = g.reshape((acc.shape[0], PAIRS * RUN)), u.reshape((acc.shape[0], PAIRS * RUN))
+            store_rows(product, g, slot, first, num_slots, C.WEIGHT_ROWS, C.N)
+            store_rows(product + C.UP, u, slot, first, num_slots, C.WEIGHT_ROWS, C.N)
+        else:  # the up row of a gate row is the next row
+            both = pairs.reshape((acc.shape[0], 2 * PAIRS * RUN))
+            store_rows(product, both, slot, 2 * first, num_slots, C.WEIGHT_ROWS, C.WEIGHT_ROWS)
+    else:
+        store_rows(product, acc, slot, first, num_slots, C.N, C.N)
 
 
 @gluon.jit
@@ -99,30 +123,41 @@ def find_scales(expert, first, v, C: gl.constexpr):
 
 @gluon.jit
 def finish_and_store(
-    acc, bias, row_scale, expert, first, v, out, slot, num_slots, C: gl.constexpr
+    acc, bias, row_scale, expert, first, v, to, row, num_slots, C: gl.constexpr
 ):  # fmt: skip
-    """Finish and store a part, 32 columns at a time where a bias would need too many registers."""
+    """Finish and store a part, few columns at a time where it would need too many registers.
+
+    ``to``: the result, and the product before the activation or None; ``row``: their rows.
+    """
     COLS: gl.constexpr = acc.shape[1]
-    if C.GROUPS == 3 and COLS > 32 and bias is not None:
+    FEW: gl.constexpr = 32 if C.GROUPS == 3 else 64
+    if COLS > FEW and (to[1] is not None or (C.GROUPS == 3 and bias is not None)):
         left, right = acc.reshape((acc.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
         THEN: gl.constexpr = COLS * C.OUT_N // C.BLOCK_N // 2
-        finish_and_store(left, bias, row_scale, expert, first, v, out, slot, num_slots, C)
-        finish_and_store(right, bias, row_scale, expert, first + THEN, v, out, slot, num_slots, C)
+        finish_and_store(left, bias, row_scale, expert, first, v, to, row, num_slots, C)
+        finish_and_store(right, bias, row_scale, expert, first + THEN, v, to, row, num_slots, C)
     else:
         LAYOUT: gl.constexpr = acc.type.layout
+        RULE: gl.constexpr = C.RULE
+        out, product = to
         rows = weight_rows(first, COLS, gl.SliceLayout(0, LAYOUT), C)
-        weight = None
+        scale, weight = None, None
         if C.WEIGHTED:
             weight = gl.convert_layout(row_scale.to(gl.float32), gl.SliceLayout(1, LAYOUT))
+        elif row_scale is not None:
+            scale = gl.convert_layout(row_scale, gl.SliceLayout(1, LAYOUT))
         w_scale = None
         if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
             w_scale = load_scales(expert, rows, v, C)
-        value = finish_sums(acc, row_scale, w_scale, weight, bias, expert, rows, 1, C)
-        store_rows(out, value, slot, first, num_slots, C)
+        acc = finish_product(acc, scale, w_scale, weight, bias, expert, rows, 1, C)
+        if product is not None:
+            store_product(product, acc, row[1], first, num_slots, C)
+        value = activate_rows(acc, RULE, RUN, 1)
+        store_rows(out, value, row[0], first, num_slots, C.N, C.N)
 
 
 @gluon.jit
-def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.constexpr):
+def multiply_tile(to, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.constexpr):
     """Compute and store a warp group's share of a tile; return the next step of the ring."""
     PARTS: gl.constexpr = C.PARTS
     COLS: gl.constexpr = C.BLOCK_N // 2 if C.BY_COLUMNS else C.BLOCK_N // C.PARTS
@@ -142,36 +177,38 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     else:
         sums, step = add_products(step, ring, sums, GROUP, C)
     inside = FIRST_ROW + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    row = m * C.BLOCK_M + inside
-    slot = gl.load(v.tiles + HEADER + row)
+    place = m * C.BLOCK_M + inside
+    slot = gl.load(v.tiles + HEADER + place)
     slot = gl.where(slot < 0, v.num_slots, slot)
     row_scale = None
     if C.WEIGHTED:
         row_scale = gl.load(v.row_scale + slot, mask=slot < v.num_slots, other=0.0)
     elif C.ITEMSIZE == 1 and C.SCALE_COLS is None:
-        row_scale = gl.load(v.row_scale + row)
+        row_scale = gl.load(v.row_scale + place)
+    row = slot
     if C.ORDERED == "out":
-        slot = gl.where(slot < v.num_slots, first_row + inside, slot)
+        row = gl.where(slot < v.num_slots, first_row + inside, slot)
     # Store nothing for a tile without an expert.
     num_slots = gl.where(choice < 0, 0, v.num_slots)
     for part in gl.static_range(PARTS):
         column = first + part * (C.OUT_N // C.PARTS)
-        finish_and_store(sums[part], bias, row_scale, expert, column, v, out, slot, num_slots, C)
+        rows = row, slot
+        finish_and_store(sums[part], bias, row_scale, expert, column, v, to, rows, num_slots, C)
     return step
 
 
 @gluon.jit
-def multiply(out, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
+def multiply(to, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: compute its share of every tile of this program."""
     step, number = gl.to_tensor(0), gl.to_tensor(0)
     m, n, choice, first, boxes = hear(queue, number, 4)
     while boxes > 0:
         tile = m, n, choice, first
         if C.BY_COLUMNS or GROUP == 0:
-            step = multiply_tile(out, bias, ring, v, tile, step, GROUP, C)
+            step = multiply_tile(to, bias, ring, v, tile, step, GROUP, C)
         else:
             if boxes > GROUP:
-                step = multiply_tile(out, bias, ring, v, tile, step, GROUP, C)
+                step = multiply_tile(to, bias, ring, v, tile, step, GROUP, C)
             else:
                 step = pass_by(step, ring, C)
         number += 1
@@ -180,10 +217,13 @@ def multiply(out, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
-    out, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
+    out, product, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written."""
+    """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written.
+
+    ``product``: the result before f, in slot order, or None.
+    """
     STAGES: gl.constexpr = C.STAGES
     boxes: gl.constexpr = [STAGES * (C.BLOCK_M // BOX_ROWS)]
     rows = gl.allocate_shared_memory(a_desc.dtype, boxes + a_desc.block_shape, a_desc.layout)
@@ -197,16 +237,16 @@ def hopper_gemm_kernel(
     fence_async_shared()
     ring = Ring(rows, weights, scales, None, *barriers)
     take_turn(LONG=True)
-    scales = row_scale, weight_scale
+    scales, to = (row_scale, weight_scale), (out, product)
     v = plan_arguments(
         scales, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C
     )  # fmt: skip
     if C.GROUPS == 3:
         gl.warp_specialize(
             [
-                (multiply, (out, bias, ring, queue, v, 0, C)),
-                (multiply, (out, bias, ring, queue, v, 1, C)),
-                (multiply, (out, bias, ring, queue, v, 2, C)),
+                (multiply, (to, bias, ring, queue, v, 0, C)),
+                (multiply, (to, bias, ring, queue, v, 1, C)),
+                (multiply, (to, bias, ring, queue, v, 2, C)),
                 (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
                 (schedule, (queue, counter, v, C)),
             ],
@@ -216,8 +256,8 @@ def hopper_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (out, bias, ring, queue, v, 0, C)),
-                (multiply, (out, bias, ring, queue, v, 1, C)),
+                (multiply, (to, bias, ring, queue, v, 0, C)),
+                (multiply, (to, bias, ring, queue, v, 1, C)),
                 (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
                 (schedule, (queue, counter, v, C)),
             ],

@@ -154,14 +154,22 @@ class HopperGemm:
         told = tile_arguments(operands.tiles, out.shape[0], self.num_experts)
         scales = operands.topk_weights if self.constants.WEIGHTED else operands.a_scale
         vectors = dense(scales), dense(operands.weight.scale), dense(operands.weight.bias)
-        run = self._gather_and_run if self.gathered else self._stream
-        run(out, operands.a, operands.weight.data, vectors, told)
+        if self.gathered:
+            to = out, operands.product
+            self._gather_and_run(to, operands.a, operands.weight.data, vectors, told)
+        else:
+            self._stream(out, operands.a, operands.weight.data, vectors, told)
 
     def _gather_and_run(
-        self, out: Tensor, a: Tensor, w: Tensor, vectors: Vectors, told: tuple[Any, ...]
+        self,
+        to: tuple[Tensor, Tensor | None],
+        a: Tensor,
+        w: Tensor,
+        vectors: Vectors,
+        told: tuple[Any, ...],
     ) -> None:
         """Gather the rows unless they are permuted already, then launch one program per SM."""
-        c, (a_scale, w_scale, bias) = self.constants, vectors
+        (out, product), c, (a_scale, w_scale, bias) = to, self.constants, vectors
         plan, _, num_slots, *_ = told
         num_rows, top_k = self.num_rows, c.TOP_K
         if c.ORDERED == "a":
@@ -174,7 +182,7 @@ class HopperGemm:
         else:
             rows, scales = quantize_rows(a, a_scale, self.quant, plan, num_slots, num_rows, top_k)
         c.gathered(
-            (device_facts(out.device).processors,), out, c.rows.of(rows), c.weights.of(w),
+            (device_facts(out.device).processors,), out, product, c.rows.of(rows), c.weights.of(w),
             None if c.SCALE_COLS is None else c.row_scales.of(scales), bias, scales, w_scale,
             plan.new_zeros(1) if c.ON_DEMAND else None, *told,
         )  # fmt: skip

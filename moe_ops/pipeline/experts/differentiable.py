@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import kind_and_key
-from moe_ops.pipeline.backward import Settings, differentiable_experts
+from moe_ops.pipeline.backward import differentiable_experts
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.formats import ExpertTokensMetadata
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.lora import ExpertLora
+from moe_ops.pipeline.slot_experts import Settings
 from moe_ops.tensors import Routing
 
 
@@ -33,7 +34,8 @@ def apply_to_tokens(
     """Standard format: tokens ``(T, H)`` to weighted sums ``(T, H)``."""
     config, layer = self.quant_config, self.moe_config
     key = kind_and_key(activation)[1]
-    settings = Settings(config.scheme, key, on_input, layer.batch_invariant)
+    rounds = self.ACTIVATES_IN_GEMM1 is False
+    settings = Settings(config.scheme, key, on_input, layer.batch_invariant, rounds_product=rounds)
     weights = expert_weights(w1, w2, config)
     return differentiable_experts(rows, weights, routing, settings, config, lora=lora)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts.base import FusedMoEExpertsMonolithic
-from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.pipeline.slot_experts import Settings, slot_experts
 from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing import RoutingMethodType, select_experts
 from moe_ops.tensors import Routing
@@ -117,14 +117,12 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
             routed_scaling_factor=1 if routed_scaling_factor is None else routed_scaling_factor,
         )
         routing = Routing(topk_weights, topk_ids, expert_map)
-        on_input = apply_router_weight_on_input
+        on_input, invariant = apply_router_weight_on_input, config.batch_invariant
         return slot_experts(
             first_rows(hidden_states, self.quant_config, routing, w1.shape[0], on_input),
             expert_weights(w1, w2, self.quant_config),
-            scheme,
-            SlotRows.of(routing, w1.shape[0], scheme, config.in_dtype, config.batch_invariant),
+            Settings(scheme, kind_and_key(activation)[1], on_input, invariant),
+            SlotRows.of(routing, w1.shape[0], scheme, config.in_dtype, invariant),
             topk_weights,
-            kind_and_key(activation)[1],
             config.in_dtype,
-            on_input,
         )
