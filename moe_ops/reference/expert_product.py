@@ -72,10 +72,11 @@ def expert_product(
     permuted = None if not expert_order else "out" if activation else "a"
     out: Tensor | None = None
     for part, present in [(stored, None)] if stored.host is None else in_waves(stored, tiles):
-        columns = Columns(n, num_experts, present)
+        multiplied = product_of(*rows, part, numbers, batch_invariant)
         then = Epilogue(part.bias, topk_weights, activation, product)
+        columns = Columns(n, num_experts, present)
         out = grouped(
-            product_of(*rows, part, numbers, batch_invariant),
+            multiplied,
             inputs,
             columns,
             tiles,

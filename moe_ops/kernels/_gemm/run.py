@@ -88,10 +88,11 @@ def call_gemm(
         PREPARED[key] = prepared
     else:
         result = operands.a.new_empty(prepared.shape, dtype=prepared.dtype) if out is None else out
+    if prepared.kernel is None:
+        return result
     if operands.product is not None and not prepared.keeps_product:
         operands = _product_apart(operands, settings)
-    if prepared.kernel is not None:
-        _run(result, operands, prepared, prepared.kernel)
+    _run(result, operands, prepared, prepared.kernel)
     return result
 
 
@@ -151,9 +152,12 @@ def _prepared(
         kernel = InWaves(kernel, sizes.row_tile)
     if apart:
         kernel = SumAfter(kernel)
-    sorts_by = sizes.rule if sorts else None
-    keeps = family.keeps_product(problem) and not apart
-    return result._replace(kernel=kernel, quant=quant, sorts_by=sorts_by, keeps_product=keeps)
+    return result._replace(
+        kernel=kernel,
+        quant=quant,
+        sorts_by=sizes.rule if sorts else None,
+        keeps_product=not apart and family.keeps_product(problem),
+    )
 
 
 class InWaves:
