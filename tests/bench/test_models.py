@@ -84,9 +84,9 @@ def test_weights_are_those_of_a_model_made_directly(name):
 def test_random_mxfp4_weights_are_as_large_as_others():
     model = built("tiny-gpt-oss", whole.MXFP4)
     experts = whole.moe_blocks(model)[0].experts
-    weight = whole.mxfp4.convert_moe_packed_tensors(
-        experts.gate_up_proj, experts.gate_up_proj_scales, dtype=torch.float32
-    )
+    scales = experts.gate_up_proj_scales
+    blocks = experts.gate_up_proj.view(*scales.shape, 16)
+    weight = whole.mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     assert 0.01 < float(weight.std()) < 0.04
 
 
