@@ -200,6 +200,8 @@ def test_transformers_own_mxfp4(monkeypatch):
         ),
     )  # fmt: skip
     monkeypatch.setattr(whole, "get_kernel", lambda *_, **__: kernels)
+    # Weights on the CPU stay there; a build with CUDA names a GPU also where none is.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
     model = built("tiny-gpt-oss", whole.MXFP4)
     stored = [p.clone() for p in whole.moe_blocks(model)[0].experts.parameters()]
     whole.prepare(model, whole.HF_MXFP4, whole.MXFP4, whole.MXFP4)
