@@ -30,9 +30,11 @@ SPILLED = {
     ("3.9", *ZEROS_128): 104,
     ("3.9", "int8_w8a16", 16, torch.bfloat16): 8,
     ("3.9", "topk_backward_kernel"): 48,
+    ("3.9", "scaled_gemm_kernel", 90, 128): 72,
 }
 """Bytes that kernels spill with releases of Triton whose code needs more registers than 3.6's, by
-release and kernel, for quantized weights by release, scheme, row tile and dtype of the rows."""
+release and kernel, for quantized weights by release, scheme, row tile and dtype of the rows, and
+for GEMMs of two quantized operands by release, kernel, architecture and row tile."""
 
 
 def slot_plan(ids, num_experts, scheme, dtype=torch.bfloat16, expert_map=None):
