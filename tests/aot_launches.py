@@ -35,8 +35,7 @@ SPILLED = {
     ("3.9", "scaled_gemm_kernel", 64, 100): 16,
     ("3.8", "mxfp4_mxfp8", 32, 100): 88,
     ("3.9", "mxfp4_mxfp8", 32, 100): 88,
-    ("3.8", "nvfp4", 128, 120): 32,
-    ("3.9", "nvfp4", 128, 120): 32,
+    **{(release, "nvfp4", 128, 120): 32 for release in ("3.7", "3.8", "3.9")},
     **{
         (release, scheme, 128, arch): most
         for release, most in (("3.7", 368), ("3.8", 384), ("3.9", 336))
