@@ -70,8 +70,9 @@ test-interpreter: $(READY)  ## Every Triton kernel in the interpreter
 test-install: $(READY)  ## Build the distributions, install the wheel, run every command there
 	$(TEST_ENV) $(PY) -m pytest tests/project/test_install.py -m install -n $(WORKERS)
 
-# The tests of transformers models and the README with the newest releases of NEWEST: PEFT itself in
-# place of its stand-in. Their environment adds these to the one of the other tests, with its torch.
+# The tests of transformers models, of its routers, of the benchmarks' peers and of the README with the
+# newest releases of NEWEST: PEFT itself in place of its stand-in. Their environment adds these to the
+# one of the other tests, with its torch.
 OVERLAY := $(VENV)-transformers
 VERSIONS := from importlib.metadata import version; \
   print(*(f"{name} {version(name)}" for name in "torch triton transformers peft accelerate compressed-tensors".split()))
@@ -79,6 +80,7 @@ test-transformers: $(OVERLAY)/ready  ## The tests of transformers models with it
 	$(OVERLAY)/bin/python -c '$(VERSIONS)'
 	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(OVERLAY)/bin/python -m pytest tests/integrations/test_transformers*.py \
 	  tests/integrations/test_quantize_tutorial.py tests/loading/test_loading_compressed.py tests/project/test_readme.py \
+	  tests/routing/test_routing_transformers.py tests/bench/test_peers.py \
 	  -n $(WORKERS) --dist worksteal -k "not stand-in"
 
 $(OVERLAY)/ready: pyproject.toml $(READY)

@@ -141,8 +141,8 @@ def shell(spec: Spec, layers: int | None, dtype: torch.dtype, scheme: str) -> An
 def _mxfp4_experts(config: Any) -> nn.Module:
     experts = mxfp4.Mxfp4GptOssExperts(config)
     for name in ("gate_up_proj", "down_proj"):
-        count, rows, blocks, _ = getattr(experts, name).shape
-        scales = torch.empty(count, rows, blocks, dtype=torch.uint8)
+        count, rows, width = getattr(experts, name).flatten(2).shape  # in bytes, of 16 a block
+        scales = torch.empty(count, rows, width // 16, dtype=torch.uint8)
         experts.register_parameter(f"{name}_scales", nn.Parameter(scales, requires_grad=False))
     return experts
 
@@ -221,7 +221,14 @@ def _swizzle(model: Any, kernels: Any) -> None:
             blocks, scales = (getattr(experts, key) for key in (name, f"{name}_scales"))
             delattr(experts, f"{name}_scales")
             mxfp4.swizzle_mxfp4_convertops(blocks, scales, experts, name, device, kernels)
-        block.forward = partial(mxfp4.mlp_forward, block)
+        block.forward = _mxfp4_forward(block)
+
+
+def _mxfp4_forward(block: Any) -> Callable[..., Any]:
+    """Transformers' forward of an MXFP4 block: that of a class from 5.21 on, before a function."""
+    if hasattr(mxfp4, "Mxfp4GptOssMLP"):
+        return mxfp4.Mxfp4GptOssMLP(block.router, block.experts).forward
+    return partial(mxfp4.mlp_forward, block)
 
 
 # Steps

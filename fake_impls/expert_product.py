@@ -82,8 +82,10 @@ def expert_product_out(
     """Check ``out``, to which products are added: ``(slots, N)``, contiguous, dtype of ``a``."""
     scheme = UNQUANTIZED.key
     slots, n = num_slots(a, None, weight, tiles, top_k, scheme, a.dtype, False, batch_invariant)
-    if sizes.expert_weight(weight).bias is not None:
-        raise ValueError("bias must be None where products are added, got a Tensor")
+    _, bias, *_, host = sizes.expert_weight(weight)
+    if bias is not None or host is not None:
+        name = "bias" if host is None else "host"
+        raise ValueError(f"{name} must be None where products are added, got a Tensor")
     sizes.entries("topk_weights", topk_weights, slots)
     sizes.shaped("out", out, slots, n)
     if out.dtype != a.dtype:
@@ -131,18 +133,21 @@ def num_slots(
         TypeError: another ``out_dtype`` than that of rows which are not quantized.
     """
     rule, parsed = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
-    w, bias, w_scale, zero_point, global_scale, rows = sizes.expert_weight(weight)
+    w, bias, w_scale, zero_point, global_scale, host = sizes.expert_weight(weight)
+    if host is not None and tiles[1] is None:
+        raise NotImplementedError("tiles[1] must be topk_ids for experts in host memory, got None")
     quant, each = parsed.activation, parsed.numbers_per_entry(w.dtype)
     each_row = 1 if quant is None else quant.element.values_per_byte
-    local = None if rows is None else rows.shape[0]
-    slots = sizes.gemm(a, w, (each_row, each), bias, tiles, rule, top_k, local)
+    slots = sizes.gemm(a, w, (each_row, each), bias, tiles, rule, top_k)
     experts, n, width = w.shape
-    sizes.weight_parts(scheme, (experts, n, each * width), w, w_scale, global_scale, zero_point)
+    one = w if host is None else w.narrow(0, 0, 1)  # one expert lies for all
+    sizes.weight_parts(scheme, (experts, n, each * width), one, w_scale, global_scale, zero_point)
     if expert_order and parsed.weight is not None:
         rule_of_order = f"expert_order must be False for scheme {scheme}, whose weight is quantized"
         raise ValueError(f"{rule_of_order}, got True")
     if quant is not None:
-        _quantized_rows(a, a_scale, parsed, fragments=is_packed(w), experts=experts)
+        scales = experts if host is None else 1  # kernels know an expert's slot, not its number
+        _quantized_rows(a, a_scale, parsed, fragments=is_packed(w), experts=scales)
     elif a_scale is not None:
         raise ValueError(f"a_scale must be None for scheme {scheme}, got a Tensor")
     elif out_dtype != a.dtype:

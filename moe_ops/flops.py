@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from moe_ops.residency import residency_of
 from moe_ops.scheme import UNQUANTIZED, get_scheme
 
 Formula = Callable[[Mapping[str, Any]], int]
@@ -33,13 +32,6 @@ def product(arguments: Mapping[str, Any]) -> int:
     scheme = get_scheme(arguments.get("scheme", UNQUANTIZED.key))
     numbers = w.shape[1] * w.shape[2] * scheme.numbers_per_entry(w.dtype)
     return 2 * arguments["a"].shape[0] * arguments.get("top_k", 1) * numbers
-
-
-def host_product(arguments: Mapping[str, Any]) -> int:
-    """``a`` by the experts' weights, which are in host memory."""
-    owner, number = residency_of(arguments["table"])
-    call = {**arguments, "weight": owner.slots[number], "scheme": owner.scheme}
-    return product(call)
 
 
 def weight_gradient(arguments: Mapping[str, Any]) -> int:

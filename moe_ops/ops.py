@@ -10,7 +10,8 @@ An operator ``moe_ops::name`` of a stage has three legs, found by the stage's fi
 All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
 ``.out`` overloads (that of ``expert_product`` adds to what is there),
 ``eplb_map_to_physical_and_record``, which counts into a buffer of its caller, and those that change
-the ``state`` of windows or slots: their schemas say so. (The overloads do not carry
+the ``state`` of windows: their schemas say so. Products of experts in host memory copy experts to
+slots on the device: a cache, of which results do not depend. (The overloads do not carry
 ``torch.Tag.out``: Inductor would then call them instead of the functional ones, which fails in
 torch 2.13 if a size is dynamic.)
 
@@ -366,33 +367,6 @@ symmetric_return = _op(
     "symmetric",
     "symmetric_return(Tensor sums, Tensor? expert_ranks, Tensor peers, Tensor(a!) state,"
     " SymInt top_k) -> Tensor",
-)
-# Experts in host memory. ``table`` and ``state`` are those of a `moe_ops.residency.Residency`. The
-# slots on the device, found by the table, change too, although no schema says so: ``state`` keeps
-# the operators of a layer in order.
-make_resident = _op(
-    "residency",
-    "make_resident(Tensor topk_ids, Tensor? expert_map, Tensor(a!) state, SymInt num_experts,"
-    " SymInt num_slots) -> ()",
-)
-copy_experts = _op(
-    "residency",
-    "copy_experts(Tensor table, Tensor(a!) state, SymInt num_experts, SymInt num_slots,"
-    " SymInt wave, bool last) -> ()",
-)
-host_product = _op(
-    "residency",
-    "host_product(Tensor a, Tensor? a_scale, Tensor table, Tensor(a!) state, Tensor? topk_weights,"
-    ' Tensor?[] tiles, SymInt top_k, SymInt num_rows, ScalarType out_dtype, str activation="",'
-    " bool expert_order=False, bool batch_invariant=False) -> Tensor",
-    flops.host_product,
-)
-host_product_sum = _op(
-    "residency",
-    "host_product_sum(Tensor a, Tensor? a_scale, Tensor table, Tensor(a!) state,"
-    " Tensor? topk_weights, Tensor?[] tiles, SymInt num_rows, ScalarType out_dtype,"
-    " bool expert_order=False, bool batch_invariant=False) -> Tensor",
-    flops.host_product,
 )
 for version, schemas in retired.SCHEMAS.items():
     for schema in schemas:

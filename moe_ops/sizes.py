@@ -106,11 +106,10 @@ def gemm(
     tiles: AnyTiles,
     rule: TileRule,
     top_k: int,
-    num_experts: int | None = None,
 ) -> int:
     """Check an expert GEMM of rows ``(R, K)`` and a weight ``(E, N, K)``; returns its slots.
 
-    ``numbers``: numbers per entry of ``a`` and of ``w``. ``num_experts``: El; None: E.
+    ``numbers``: numbers per entry of ``a`` and of ``w``.
     """
     if a.dim() != 2 or w.dim() != 3:
         raise ValueError(
@@ -128,7 +127,7 @@ def gemm(
     num_slots = rows * top_k
     if topk_ids is not None and type(num_slots) is int:
         equal("topk_ids.numel()", topk_ids.numel(), num_slots)
-    _plan(plan, topk_ids, num_slots, experts if num_experts is None else num_experts, rule)
+    _plan(plan, topk_ids, num_slots, experts, rule)
     return num_slots
 
 

@@ -122,31 +122,19 @@ class ExpertWeight(NamedTuple):
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
-    rows: Tensor | None = None
-    """int32 ``(El,)``: the row of each expert in the tensors above, which then hold other numbers
-    of experts; -1: none, and the expert's slots keep what they have. None: expert e is row e."""
+    host: Tensor | None = None
+    """One of `Residency.tables` (`moe_ops.residency`) if the experts are in host memory. The
+    tensors above then have the shapes, dtypes and device of all experts, and no numbers."""
 
 
 AnyWeight = Sequence[Any]
 """An `ExpertWeight`, or the list of its fields that operators take: tensors and None."""
 
 
-class HostWeight(NamedTuple):
-    """One weight of a layer whose experts are in host memory: see `moe_ops.residency`."""
-
-    data: Tensor
-    """A view with the shape, dtype and device that the weight of all experts would have."""
-    table: Tensor
-    """The addresses of the weight in host memory and in the slots: one of `Residency.tables`."""
-    state: Tensor
-    """`Residency.state`, which the products change."""
-
-
 class ExpertWeights(NamedTuple):
     """Both weights of a layer, and the static scales of their inputs, if any."""
 
     w1: ExpertWeight
-    """A `HostWeight` in its place: only `moe_ops.pipeline.gemms` looks inside."""
     w2: ExpertWeight
     a1_scale: Tensor | None = None
     a2_scale: Tensor | None = None

@@ -17,9 +17,19 @@ def gelu_tanh(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def clamp(x, least, most):
+    """`torch.clamp` with the derivative 1 at bounds, where torch 2.14's has 0."""
+    inside = (least <= x) & (x <= most)
+    return torch.where(inside, x, x.detach().clamp(least, most))
+
+
 def swiglu(g, u, limit=math.inf, alpha=1.0, beta=0.0):
-    g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    g, u = clamp(g, -math.inf, limit), clamp(u, -limit, limit)
     return g * sigmoid(alpha * g) * (u + beta)
+
+
+def swiglustep(g, u, limit):
+    return clamp(g * sigmoid(g), -math.inf, limit) * clamp(u, -limit, limit)
 
 
 def situ(g, u, beta, linear_beta=None):
@@ -40,10 +50,8 @@ FORMULAS = {
         g, u, 7.0, 1.702, 1.0
     ),
     "swigluoai_uninterleave(clamp_limit=2.0)": lambda g, u: swiglu(g, u, 2.0),
-    "swiglustep": lambda g, u: (g * sigmoid(g)).clamp(max=7.0) * u.clamp(-7.0, 7.0),
-    "swiglustep(clamp_limit=0.5)": lambda g, u: (
-        (g * sigmoid(g)).clamp(max=0.5) * u.clamp(-0.5, 0.5)
-    ),
+    "swiglustep": lambda g, u: swiglustep(g, u, 7.0),
+    "swiglustep(clamp_limit=0.5)": lambda g, u: swiglustep(g, u, 0.5),
     "situ(beta=1.5,linear_beta=2.0)": lambda g, u: situ(g, u, 1.5, 2.0),
     "situ(beta=3.0)": lambda g, u: situ(g, u, 3.0),
     "silu_no_mul": lambda g: g * sigmoid(g),

@@ -43,6 +43,10 @@ SHARED_MEMORY[103] = SHARED_MEMORY[100]
 RELEASE = ".".join(triton.__version__.split(".")[:2])
 """Triton's, such as 3.6: machine code differs between releases."""
 
+WAIT = re.compile(r"griddepcontrol\.wait|tt\.grid_dependency_wait")
+"""The wait for the kernel before in TTGIR: an instruction as text, or from Triton 3.9 on an
+operation."""
+
 REPORT = "ptxas.txt"
 """The file beside a kernel in Triton's cache with what ptxas said of it."""
 

@@ -10,10 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from windows_here import Ranks, alone
 
 from moe_ops import ops
-from moe_ops.pipeline.host_experts import store
-from moe_ops.residency import Residency
 from moe_ops.scheme import pack_weight, quantize_weight
-from moe_ops.tensors import ExpertWeight, ExpertWeights
 from moe_ops.testing import Problem, make_inputs
 
 I32, FP8 = torch.int32, torch.float8_e4m3fn
@@ -26,41 +23,6 @@ With a copy of these tensors, or other numbers in them, a call fails or writes a
 make copies leave these operators out; `ops/test_symmetric*.py` and
 `window_case` of `sanitize_operators.py` cover the same properties.
 """
-OF_TABLES = ("copy_experts", "host_product", "host_product_sum")
-"""Operators that find experts in host memory by the very tensor of their addresses."""
-BY_ADDRESS = (*OF_WINDOWS, *OF_TABLES)
-
-
-@cache
-def slots_of(device):
-    """Experts in host memory, one of two weights each, with two slots."""
-    given = make_inputs(Problem(5, E, K, H, I, torch.float32, has_bias=True), device)
-    weights = ExpertWeights(ExpertWeight(given.w1, given[6]), ExpertWeight(given.w2, given[7]))
-    held = store(weights, pinned=str(device).startswith("cuda"))
-    return Residency(held.weights, 2, torch.device(device), "unquantized", held.memory)
-
-
-def residency_samples(x, h, weights, ids, direct):
-    """Two waves and one; ids that are none; the state of a call before."""
-    owner, sizes = slots_of(str(x.device)), (E, 2)
-    (first, second), state, where = owner.tables, owner.state, [*direct]
-    one = [None, ids[:1], None]
-    rest = (torch.float32, "silu", True)
-    return {
-        "make_resident": [
-            (ids, None, state.clone(), *sizes),
-            (ids.long() * 2**33, MAP.to(x.device), state.clone(), 3 + 1, 2),
-        ],
-        "copy_experts": [(owner.table, state, *sizes, 0, True), (second, state, *sizes, 1, False)],
-        "host_product": [
-            (x, None, first, state, None, where, K, 2 * I, *rest),
-            (x[:1], None, first, state, weights[:1], one, K, 2 * I, torch.float32),
-        ],
-        "host_product_sum": [
-            (h[:K], None, second, state, weights[:1], one, H, torch.float32),
-            (h, None, second, state, weights, where, H, torch.float32, True),
-        ],
-    }
 
 
 def samples(device):
@@ -76,7 +38,6 @@ def samples(device):
     valid, many = torch.tensor([4], dtype=I32, device=device), ids.repeat(3, 1)
     return {
         **routing_samples(x, weights, ids),
-        **residency_samples(x, h, weights, ids, direct),
         "moe_align_block_size": [
             (ids, None, 8, E, True, False),
             (ids, expert_map, 16, E, False, False),

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+import importlib
 
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+
+from moe_ops.pipeline import host_experts
 from moe_ops.pipeline.host_experts import store
-from moe_ops.residency import Residency, StateLayout
-from moe_ops.residency.state import CLOCK, HITS, MISSES, MISSING, RESIDENT, WAVES
+from moe_ops.residency import Residency
+from moe_ops.residency.state import CLOCK, HITS, LEFT, MISSES, WAVES
 from moe_ops.tensors import ExpertWeight, ExpertWeights
+
+KERNELS = HAS_CUDA or INTERPRETED
+LEG = importlib.import_module(f"moe_ops.{'kernels' if KERNELS else 'reference'}.residency")
+if INTERPRETED:  # fewer programs, which share the work, take less time
+    LEG.PROGRAMS = 6
 
 
 def residency(experts, slots, device, *, n=6, k=5, hidden=4):
@@ -21,66 +30,67 @@ def residency(experts, slots, device, *, n=6, k=5, hidden=4):
     first = ExpertWeight(rows(n, k), rows(n), rows(3, dtype=torch.uint8), None, rows())
     second = ExpertWeight(rows(hidden, n), rows(4096, 5, dtype=torch.int16))
     held = store(ExpertWeights(first, second), pinned=str(device).startswith("cuda"))
-    return Residency(held.weights, slots, torch.device(device), "unquantized", held.memory)
+    return Residency(held.weights, slots, torch.device(device), held.memory)
 
 
-def residency_of_weights(w1, w2, slots):
-    """Slots on the device of two weights that are not quantized."""
-    held = store(ExpertWeights(ExpertWeight(w1), ExpertWeight(w2)), pinned=w1.is_cuda)
-    return Residency(held.weights, slots, w1.device, "unquantized", held.memory)
+def residency_of_weights(first, second, slots):
+    """Slots on the device of two weights, which lie there."""
+    device = first.data.device
+    held = store(ExpertWeights(first, second), pinned=first.data.is_cuda)
+    return Residency(held.weights, slots, device, held.memory)
 
 
-def decided(state, layout):
-    """What `make_resident` decides, without what it leaves undefined, and bytes that are copied."""
-    entries = state.tolist()
-    missing = entries[MISSING]
-    numbers = [entries[at] for at in (CLOCK, HITS, MISSES, WAVES, RESIDENT, MISSING)]
-    lists = [entries[layout.held : layout.pending], entries[layout.place : layout.experts]]
-    if missing:
-        lists.append(entries[layout.pending : layout.place])
-    lists += [entries[at : at + missing] for at in (layout.experts, layout.targets)]
-    return numbers, lists
+def whole_weights(owner):
+    """Both weights as operators take them: all experts, which are in host memory."""
+    both = zip(owner.slots, owner.tables, strict=True)
+    return [[*host_experts.whole(slots, table, owner.num_experts)] for slots, table in both]
+
+
+def serve(owner, number, ids, expert_map=None, wave=0, weights=1, *, halves=False):
+    """Make the experts of a wave resident, by the kernel if there is one."""
+    if not KERNELS:
+        for each in range(number, number + weights):
+            most = owner.num_slots // 2 if halves else None
+            LEG.make_resident(owner, each, ids, expert_map, wave, most)
+        return
+    tiles = None, ids, expert_map
+    out = LEG.tiles_in_rows(owner, number, tiles)[:weights]
+    LEG.make_resident(owner, number, tiles, 16, wave, out, halves=halves)
+
+
+def decided(owner, number=0):
+    """What a wave decides: numbers, and the slot, the last use and the row of each expert."""
+    state, at = owner.state[number].tolist(), owner.layout
+    numbers = [state[entry] for entry in (CLOCK, LEFT, HITS, MISSES, WAVES)]
+    return numbers, state[at.slot : at.keys], owner.row_maps[number].tolist()
 
 
 class Model:
     """Slots as a Python program would keep them."""
 
     def __init__(self, experts, slots):
-        self.experts, self.slots, self.clock = experts, [None] * slots, 0
-        self.used = [0] * slots
-        self.hits = self.misses = self.waves = 0
+        self.slots = [*range(slots)]  # the expert of each slot
+        self.used = {}  # the clock of the last wave with an expert, whose slot held it then
+        self.clock = self.hits = self.misses = self.waves = 0
 
-    def call(self, wanted):
+    def call(self, wanted, most=None):
         """Run a call; returns for each wave the slots of its experts."""
-        wanted, slots = sorted(wanted), len(self.slots)
-        waves, todo = [{}], []
-        for expert in wanted:
-            if expert in self.slots:
-                at = self.slots.index(expert)
-                waves[0][expert], self.used[at] = at, self.clock
-            else:
-                todo.append(expert)
-        self.hits += len(wanted) - len(todo)
-        self.misses += len(todo)
-        while todo:
-            room = slots - len(waves[-1])
-            if not room:
-                waves.append({})
-                room = slots
-            taken, todo = todo[:room], todo[room:]
-            if len(waves) == 1:
-                free = [s for s in range(slots) if s not in waves[0].values()]
-                old = [-1 if self.slots[s] is None else self.used[s] for s in range(slots)]
-                free.sort(key=lambda slot: (old[slot], slot))
-            else:
-                free = range(slots)
-            for expert, at in zip(taken, free, strict=False):
-                waves[-1][expert] = at
-                self.slots[at], self.used[at] = expert, self.clock
-        self.waves += len(waves) if wanted else 0
-        self.clock += 1
+        todo, waves, most = sorted(wanted), [], most or len(self.slots)
+        while todo or not waves:
+            there = [e for e in todo if e in self.slots and e in self.used]
+            wave = there[:most]
+            self.hits += len(wave)
+            gains = [e for e in todo if e not in there][: most - len(wave)]
+            self.misses += len(gains)
+            wave += gains
+            for expert in gains:
+                if expert not in self.slots:
+                    free = [i for i, e in enumerate(self.slots) if e not in wave]
+                    oldest = min(free, key=lambda i: (self.used.get(self.slots[i], -1), i))
+                    self.slots[oldest] = expert
+            self.used.update(dict.fromkeys(wave, self.clock))
+            self.clock += 1
+            self.waves += bool(wave)
+            waves.append({expert: self.slots.index(expert) for expert in wave})
+            todo = [e for e in todo if e not in wave]
         return waves
-
-
-def layout_of(owner):
-    return StateLayout(owner.num_experts, owner.num_slots)

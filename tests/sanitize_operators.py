@@ -8,8 +8,8 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from operator_samples import BY_ADDRESS, I32, OF_TABLES, keywords, overload, samples
-from residencies import residency_of_weights
+from operator_samples import I32, OF_WINDOWS, keywords, overload, samples
+from residencies import residency_of_weights, whole_weights
 from sum_calls import SumCall, SumProblem, exact, sum_call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -22,6 +22,7 @@ from moe_ops.reference import expert_product as reference
 from moe_ops.reference.permute import moe_permutation
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.scheme import get_scheme
+from moe_ops.tensors import ExpertWeight
 from moe_ops.testing import assert_matches_reference
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -205,32 +206,26 @@ def batched_window_case(quant: str) -> Case:
     return Case(f"op/symmetric_send_batched/window-{quant or 'plain'}", inputs, run, check)
 
 
-def host_case(qualified: str) -> Case:
-    """Products of weights in host memory, in waves and for one token, against plain products."""
+def host_case(tokens: int) -> Case:
+    """A layer whose experts are in host memory, in waves and for one token."""
 
     def inputs() -> Any:
         w1, w2 = some(6, 160, 80, dtype=BF16) / 8, some(6, 80, 80, dtype=BF16) / 8
-        return some(40, 80, dtype=BF16), w1, w2, some(40, 2).abs(), ids_of(40, 6, 2)
+        return some(tokens, 80, dtype=BF16), w1, w2, some(tokens, 2).abs(), ids_of(tokens, 6, 2)
 
     def run(given: Any) -> Any:
         x, w1, w2, weights, ids = given
-        owner = residency_of_weights(w1, w2, 2)
-        tokens = 1 if qualified == "host_product_sum" else 40
-        x, weights, ids = (t.narrow(0, 0, tokens) for t in (x, weights, ids))
+        owner = residency_of_weights(ExpertWeight(w1), ExpertWeight(w2), 2)
+        first, second = whole_weights(owner)
         tiles = [ops.plan_slots(ids, None, 6, "unquantized", BF16), ids, None]
-        (first, second), state = owner.tables, owner.state
-        h = ops.host_product(x, None, first, state, None, tiles, 2, 160, BF16, "silu")
-        if qualified == "host_product_sum":
-            return ops.host_product_sum(h, None, second, state, weights, tiles, 80, BF16)
-        y = ops.host_product(h, None, second, state, None, tiles, 1, 80, BF16)
-        return ops.moe_fused_mul_sum(y.view(40, 2, 80), weights, ids, None, None, 6)
+        h = ops.expert_product(x, None, first, None, tiles, 2, "unquantized", BF16, "silu")
+        return ops.expert_product_sum(h, None, second, weights, tiles, "unquantized", BF16)
 
     def check(given: Any, result: Any) -> None:
         x, w1, w2, weights, ids = given
-        wanted = fused_experts(x, w1, w2, weights, ids)
-        assert_near(result, wanted[: len(result)])
+        assert_near(result, fused_experts(x, w1, w2, weights, ids))
 
-    return Case(f"op/{qualified}/host", inputs, run, check)
+    return Case(f"op/expert_product/host{tokens}", inputs, run, check)
 
 
 def operator_cases() -> Iterator[Case]:
@@ -238,7 +233,7 @@ def operator_cases() -> Iterator[Case]:
     sources = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
     for source, calls in sources.items():
         for qualified, several in calls().items():
-            if qualified in BY_ADDRESS:
+            if qualified in OF_WINDOWS:
                 continue
             for number in range(len(several)):
                 pick = lambda c=calls, q=qualified, n=number: c()[q][n]  # noqa: E731
@@ -247,4 +242,4 @@ def operator_cases() -> Iterator[Case]:
         yield batched_window_case(quant)
         for qualified in ("symmetric_send", "symmetric_return"):
             yield window_case(qualified, quant)
-    yield from map(host_case, OF_TABLES)
+    yield from map(host_case, (1, 20))

@@ -59,6 +59,8 @@ class TransformersExperts(torch.nn.Module):
     has_bias = False
     is_transposed = False
     is_concatenated = True
+    has_post_expert_norm = False
+    _is_expert_parallel = False
 
     def __init__(self, experts: Experts, implementation: str) -> None:
         super().__init__()

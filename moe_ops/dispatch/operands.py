@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -72,10 +73,10 @@ def operands_of(operator: str, arguments: Mapping[str, Any]) -> OperandSpecs:
         None if x is None else TensorSpec.of(x)
         for x in (arguments.get("a_scale"), weight.data, weight.scale)
     )
-    if weight.rows is not None:  # the weight of all experts has the same plan
-        experts = weight.rows.shape[0]
+    if weight.host is not None:  # in the slots one expert lies behind the other
         w, w_scale = (
-            None if x is None else x._replace(shape=(experts, *x.shape[1:])) for x in (w, w_scale)
+            None if x is None else x._replace(strides=(prod(x.shape[1:]), *x.strides[1:]))
+            for x in (w, w_scale)
         )
     scheme = arguments.get("scheme", UNQUANTIZED.key)
     return OperandSpecs(

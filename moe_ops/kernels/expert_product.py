@@ -11,6 +11,8 @@ from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.fake_impls import expert_product as fakes
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.run import call_gemm
+from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum
+from moe_ops.residency import residency_of
 from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles, AnyWeight
 
@@ -29,12 +31,10 @@ def expert_product(
     batch_invariant: bool = False,
     *,
     config: KernelTiles | None = None,
-    out: Tensor | None = None,
     product: Tensor | None = None,
 ) -> Tensor:
     """Run the plan's kernel, or that of a given ``config``, which may quantize its rows itself.
 
-    The result is ``out`` if that is given: rows of experts that the weight lacks stay as they are.
     ``product``: see `GemmOperands`.
     """
     settings = (top_k, scheme, out_dtype, activation, expert_order, batch_invariant)
@@ -42,13 +42,12 @@ def expert_product(
     operands = GemmOperands(a, a_scale, stored, topk_weights, tiles, product=product)
 
     def empty() -> Tensor:
-        result = fakes.expert_product(
+        return fakes.expert_product(
             a, a_scale, weight, topk_weights, tiles, top_k, scheme, out_dtype, activation,
             expert_order, batch_invariant,
         )  # fmt: skip
-        return result if out is None else out
 
-    return call_gemm("expert_product", operands, settings, empty, config, out=out)
+    return call_gemm("expert_product", operands, settings, empty, config)
 
 
 def activated_product(
@@ -109,6 +108,13 @@ def expert_product_sum(
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     stored, early = sizes.expert_weight(weight), EARLY.get()
+    if stored.host is not None and _in_waves(stored.host, tiles):
+        y = expert_product(
+            a, a_scale, weight, None, tiles, 1, scheme, out_dtype, "", expert_order,
+            batch_invariant,
+        )  # fmt: skip
+        _, topk_ids, expert_map = tiles
+        return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, len(stored.data))
     operands = GemmOperands(a, a_scale, stored, topk_weights, tiles, early)
     settings = (1, scheme, out_dtype, "", expert_order, batch_invariant)
 
@@ -119,3 +125,9 @@ def expert_product_sum(
         )  # fmt: skip
 
     return call_gemm("expert_product_sum", operands, settings, empty)
+
+
+def _in_waves(host: Tensor, tiles: AnyTiles) -> bool:
+    """Whether a routing may want more experts than there are slots."""
+    topk_ids = tiles[1]
+    return topk_ids is not None and topk_ids.numel() > residency_of(host)[0].num_slots

@@ -1,60 +1,106 @@
-"""Kernels for experts in host memory: one decides which experts get which slots, one copies them.
+"""The kernel that makes experts resident: it decides which ones get which slots, and copies them.
 
-The copy kernel reads host memory by addresses in a table on the device, and how many experts there
-are to copy from the state. So neither the host nor a graph knows what a call copies.
+Every program decides by itself, which takes less time than another launch, and copies its share.
+The kernel reads host memory by addresses in a table on the device, and what there is to copy from
+the state. So neither the host nor a graph knows what a call copies. See `moe_ops.residency.state`
+for the rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import cdiv
-from moe_ops.fake_impls import residency as fakes
-from moe_ops.kernels import expert_product as products
+from moe_ops.dispatch.tile_plan import plan_to_read
+from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels._gemm.rows import plan_constants, write_header, write_map, write_plan
+from moe_ops.kernels._gemm.tile import planned_tiles
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum
-from moe_ops.residency.slots import CHUNK, Residency, Waves, residency_of
+from moe_ops.residency.slots import CHUNK, COLUMNS, Residency, residency_of
 from moe_ops.residency.state import (
+    ARRIVED,
+    BEGUN,
     BYTES,
     CLOCK,
-    HEADER,
     HITS,
+    LEFT,
     MIRROR,
     MISSES,
-    MISSING,
-    RESIDENT,
     WAVES,
     StateLayout,
     waves_of,
 )
-from moe_ops.tensors import AnyTiles, ExpertWeight
+from moe_ops.tensors import AnyTiles
 
-BLOCK = 1024
-"""Ids that the deciding program reads at once."""
-COMPARED = 16
-"""Slots that are ranked against all others at once."""
+FEW_IDS, MANY_IDS = 128, 1024
+"""Ids that a program reads at once."""
+COMPARED = 2048
+"""Pairs of experts that are compared at once."""
 PROGRAMS = 256
-"""The most programs that copy."""
+"""The most programs of a launch."""
+REGISTERS = 128
+"""maxnreg: without a bound ptxas spills, so that more CTAs fit on an SM."""
+PROGRAMS_BESIDE = 32
+"""The most programs beside products, which get the other SMs: enough for the link."""
+IDS_OF_HALVES = 8
+"""Slots an expert from which on a call that needs waves has waves of half of the slots."""
 PIECE = tl.constexpr(2048)
 """Bytes that a program copies at once where addresses or sizes are odd."""
 NEVER = tl.constexpr(2**62)
-"""The last use of a slot whose expert is wanted: it is no victim."""
+"""The key of an expert that does not lose its slot."""
 _CLOCK = tl.constexpr(CLOCK)
+_BEGUN = tl.constexpr(BEGUN)
+_LEFT = tl.constexpr(LEFT)
+_ARRIVED = tl.constexpr(ARRIVED)
 _HITS = tl.constexpr(HITS)
 _MISSES = tl.constexpr(MISSES)
 _BYTES = tl.constexpr(BYTES)
 _WAVES = tl.constexpr(WAVES)
 _MIRROR = tl.constexpr(MIRROR)
-_RESIDENT = tl.constexpr(RESIDENT)
-_MISSING = tl.constexpr(MISSING)
-_HELD = tl.constexpr(HEADER)
+_COLUMNS = tl.constexpr(COLUMNS)
+
+
+class Sizes(NamedTuple):
+    """Constants of the kernel."""
+
+    E: int
+    K: int
+    MOST: int
+    """The most experts of a wave."""
+    EXPERTS: int
+    """E, a power of two."""
+    COMPARED: int
+    IDS: int
+    """Ids that a program reads at once."""
+    SLOT: int
+    """Offsets of the parts of a state: see `StateLayout`."""
+    LAST_USE: int
+    KEYS: int
+    COPIED: int
+    TARGETS: int
+    FREED: int
+    ROWS: int
+    """In int32 entries."""
+    LENGTH: int
+    """Entries of a weight's state."""
+    TABLE: int
+    """Rows of a weight's table."""
+    WIDE_TABLE: int
+    """That number, rounded up to a power of two."""
+    CHUNK: int
+    TILE: int
+    """Constants of `write_plan`."""
+    WIDE: int
+    TILES: int
 
 
 @triton.jit
@@ -67,294 +113,311 @@ def _add_to(state, mirror, entry, more):
 
 
 @triton.jit
-def _wanted(
-    topk_ids, expert_map, num_ids, num_global, num_experts, EXPERTS: tl.constexpr, IDS: tl.constexpr
-):
+def _wanted(topk_ids, expert_map, num_ids, num_global, S: tl.constexpr):
     """Which experts have slots of the routing."""
-    count = tl.zeros((EXPERTS,), tl.int32)
-    for start in range(0, num_ids, IDS):
-        slot = start + tl.arange(0, IDS)
-        expert = local_experts(topk_ids, expert_map, slot, slot < num_ids, num_global, num_experts)
-        count += tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
-    return (count > 0) & (tl.arange(0, EXPERTS) < num_experts)
+    count = tl.full((S.EXPERTS,), 0, tl.int32)
+    for start in range(0, num_ids, S.IDS):
+        slot = start + tl.arange(0, S.IDS)
+        expert = local_experts(topk_ids, expert_map, slot, slot < num_ids, num_global, S.E)
+        count += tl.histogram(tl.maximum(expert, 0), S.EXPERTS, mask=expert >= 0)
+    return (count > 0) & (tl.arange(0, S.EXPERTS) < S.E)
 
 
 @triton.jit
-def _rank(keys, num_slots, SLOTS: tl.constexpr, COMPARED: tl.constexpr):
-    """For each slot the number of slots with a smaller key, or the same key and a lower number."""
-    slot = tl.arange(0, SLOTS)
-    own = tl.load(keys + slot, mask=slot < num_slots, other=NEVER)
-    rank = tl.zeros((SLOTS,), tl.int32)
-    for start in range(0, SLOTS, COMPARED):
-        other = start + tl.arange(0, COMPARED)
-        key = tl.load(keys + other, mask=other < num_slots, other=NEVER)
-        same = (key[None, :] == own[:, None]) & (other[None, :] < slot[:, None])
-        rank += tl.sum(((key[None, :] < own[:, None]) | same).to(tl.int32), 1)
+def _rank(keys, own, S: tl.constexpr):
+    """The number of experts with a smaller key than each has."""
+    rank = tl.full((S.EXPERTS,), 0, tl.int32)
+    for start in range(0, S.EXPERTS, S.COMPARED):
+        other = start + tl.arange(0, S.COMPARED)
+        key = tl.load(keys + other, mask=other < S.E, other=NEVER)
+        rank += tl.sum((key[None, :] < own[:, None]).to(tl.int32), 1)
     return rank
 
 
 @triton.jit
-def _assign(
-    experts, targets, pending, in_slot, used, kept, missing, number, index, free,
-    K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, COMPARED: tl.constexpr,
-):  # fmt: skip
-    """Write the missing experts and the slots that they get; ``pending`` gets the old experts."""
-    expert, slot = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
-    is_slot = slot < K
-    key = tl.where(in_slot < 0, -1, used)
-    tl.store(pending + slot, tl.where(kept, NEVER, key), mask=is_slot)
+def _moved(state, slot, used, present, gains, index, S: tl.constexpr):
+    """The slots of experts once all that are ``present`` have one; lists what is copied.
+
+    All programs write the same numbers, and each reads what it has written itself.
+    """
+    expert = tl.arange(0, S.EXPERTS)
+    loses, without = (slot >= 0) & ~present, gains & (slot < 0)
+    number = tl.cumsum(without.to(tl.int32), 0) - 1
+    key = tl.where(loses, used * S.K + slot, NEVER)
+    tl.store(state + S.KEYS + expert, key, mask=expert < S.E)
     tl.debug_barrier()
-    rank = _rank(pending, K, SLOTS, COMPARED)
+    rank = _rank(state + S.KEYS, key, S)
+    loses = loses & (rank < tl.sum(without.to(tl.int32), 0))
+    tl.store(state + S.FREED + rank, slot, mask=loses)
     tl.debug_barrier()
-    tl.store(targets + rank, slot.to(tl.int64), mask=is_slot & (rank < free))
-    later = missing & (number >= K)
-    tl.store(targets + index, (number % K).to(tl.int64), mask=later)
-    tl.store(experts + index, expert.to(tl.int64), mask=missing)
-    tl.store(pending + slot, in_slot, mask=is_slot)
+    gained = tl.load(state + S.FREED + number, mask=without, other=-1)
+    slot = tl.where(without, gained, tl.where(loses, -1, slot))
+    tl.store(state + S.TARGETS + index, slot, mask=gains)
+    tl.store(state + S.COPIED + index, expert.to(tl.int64), mask=gains)
     tl.debug_barrier()
+    return slot
 
 
 @triton.jit
-def _count_call(state, now, num_resident, num_missing, K: tl.constexpr):
-    """Write the numbers of the call, and add them to the counters."""
-    mirror = tl.load(state + _MIRROR)
-    tl.store(state + _CLOCK, now + 1)
-    tl.store(state + _RESIDENT, num_resident.to(tl.int64))
-    tl.store(state + _MISSING, num_missing.to(tl.int64))
-    _add_to(state, mirror, _HITS, num_resident)
-    _add_to(state, mirror, _MISSES, num_missing)
-    _add_to(state, mirror, _WAVES, (num_resident + num_missing + K - 1) // K)
-
-
-@triton.jit(do_not_specialize=["num_ids"])
-def _make_resident_kernel(
-    topk_ids, expert_map, state, num_ids, num_global,
-    E: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-    IDS: tl.constexpr, COMPARED: tl.constexpr,
-):  # fmt: skip
-    """One program decides: see `reference/residency.py`. Parts of the state serve as scratch."""
-    take_turn()
-    held, last_use, pending = state + _HELD, state + _HELD + K, state + _HELD + 2 * K
-    place = state + _HELD + 3 * K
-    experts, targets = place + E, place + 2 * E
-    expert, slot = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
-    is_expert, is_slot = expert < E, slot < K
-    wanted = _wanted(topk_ids, expert_map, num_ids, num_global, E, EXPERTS, IDS)
-    in_slot = tl.load(held + slot, mask=is_slot, other=-1)
-    used = tl.load(last_use + slot, mask=is_slot, other=0)
-    now = tl.load(state + _CLOCK)
-
-    tl.store(place + expert, tl.full((EXPERTS,), -1, tl.int64), mask=is_expert)
-    tl.store(experts + expert, wanted.to(tl.int64), mask=is_expert)
+def _last_to_arrive(state):
+    """Whether all other programs of the weight have read the state."""
     tl.debug_barrier()
-    tl.store(place + in_slot, slot.to(tl.int64), mask=in_slot >= 0)
-    kept = tl.load(experts + in_slot, mask=in_slot >= 0, other=0) != 0
-    tl.debug_barrier()
-    slot_of = tl.load(place + expert, mask=is_expert, other=-1)
-    missing = wanted & (slot_of < 0)
-    num_missing = tl.sum(missing.to(tl.int32), 0)
-    num_resident = tl.sum(wanted.to(tl.int32), 0) - num_missing
-    index = tl.cumsum(missing.to(tl.int32), 0) - 1
-    number = num_resident + index  # of missing experts
-    if num_missing > 0:
-        free = tl.minimum(num_missing, K - num_resident)  # missing experts of the first wave
-        _assign(
-            experts, targets, pending, in_slot, used, kept, missing, number, index, free,
-            K, EXPERTS, SLOTS, COMPARED,
-        )  # fmt: skip
-    target = tl.load(targets + index, mask=missing, other=0)
-    at = tl.where(missing, number // K * K + target, tl.where(wanted, slot_of, -1))
-    tl.store(place + expert, at, mask=is_expert)
-    if num_missing > 0:
-        # The number that has the same slot next, if there is one.
-        following = tl.where(number < K, K + target, number + K)
-        ends_there = missing & (following >= num_resident + num_missing)
-        tl.store(pending + target, expert.to(tl.int64), mask=ends_there)
-        tl.debug_barrier()
-        then = tl.load(pending + slot, mask=is_slot, other=-1)
-        tl.store(held + slot, tl.where(then == in_slot, in_slot, -1), mask=is_slot)
-        used = tl.where(then == in_slot, used, now)
-    tl.store(last_use + slot, tl.where(kept, now, used), mask=is_slot)
-    _count_call(state, now, num_resident, num_missing, K)
+    return tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel") == tl.num_programs(0) - 1
 
 
-@triton.jit(do_not_specialize=["wave"])
-def _copy_experts_kernel(
-    table, state, wave,
-    E: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, WIDE_ROWS: tl.constexpr, LAST: tl.constexpr, AT_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Copy chunks of missing experts, program by program; the first one also finishes the state."""
-    take_turn()
-    held, pending = state + _HELD, state + _HELD + 2 * K
-    place = state + _HELD + 3 * K
-    experts, targets = place + E, place + 2 * E
-    resident = tl.load(state + _RESIDENT).to(tl.int32)
-    missing = tl.load(state + _MISSING).to(tl.int32)
-    first = tl.maximum(0, wave * K - resident)
-    count = tl.maximum(0, tl.minimum(missing, (wave + 1) * K - resident) - first)
-    row = tl.arange(0, WIDE_ROWS)
-    before = tl.load(table + row * 4 + 3, mask=row < ROWS, other=2**62)
-    base = tl.load(table + 3)
-    size = tl.load(table + row * 4 + 2, mask=row < ROWS, other=0)
-    chunks = tl.sum((size + CHUNK - 1) // CHUNK, 0)
+@triton.jit
+def _copy_missing(table, state, count, S: tl.constexpr):
+    """Copy chunks of ``count`` experts, program by program."""
+    row = tl.arange(0, S.WIDE_TABLE)
+    before = tl.load(table + row * _COLUMNS + 3, mask=row < S.TABLE, other=2**62)
+    size = tl.load(table + row * _COLUMNS + 2, mask=row < S.TABLE, other=0)
+    chunks = tl.sum((size + S.CHUNK - 1) // S.CHUNK, 0)
     for unit in range(tl.program_id(0), count * chunks, tl.num_programs(0)):
-        which = first + (unit // chunks).to(tl.int32)
-        chunk = base + unit % chunks
-        _copy_chunk(table, experts + which, targets + which, chunk, before, CHUNK)
+        at = state + (unit // chunks).to(tl.int32)
+        _copy_chunk(table, at + S.COPIED, at + S.TARGETS, unit % chunks, before, S)
     if tl.program_id(0) == 0:
-        expert, slot = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
-        at = tl.load(place + expert, mask=expert < E, other=-1).to(tl.int32)
-        rows = tl.where((at >= 0) & (at // K == wave), at % K, -1)
-        to = (state + AT_ROWS).to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.store(to + expert, rows, mask=expert < E)
-        if LAST and missing > 0:
-            then = tl.load(pending + slot, mask=slot < K, other=-1)
-            tl.store(held + slot, then, mask=slot < K)
         _add_to(state, tl.load(state + _MIRROR), _BYTES, tl.sum(size, 0) * count)
 
 
 @triton.jit
-def _copy_chunk(table, expert, slot, chunk, before, CHUNK: tl.constexpr):
+def _copy_chunk(table, expert, slot, chunk, before, S: tl.constexpr):
     """Copy one chunk of one expert: words of 16 bytes a thread where all addresses allow it."""
     row = tl.sum((before <= chunk).to(tl.int32), 0) - 1
-    entry = table + row * 4
-    size, inside = tl.load(entry + 2), (chunk - tl.load(entry + 3)) * CHUNK
+    entry = table + row * _COLUMNS
+    size, inside = tl.load(entry + 2), (chunk - tl.load(entry + 3)) * S.CHUNK
     source = tl.load(entry) + tl.load(expert) * size + inside
     to = tl.load(entry + 1) + tl.load(slot) * size + inside
     left = size - inside
     if ((source | to | size) & 15) == 0:
-        words, word = tl.multiple_of(left // 4, 4), tl.arange(0, CHUNK // 4)
+        words, word = tl.multiple_of(left // 4, 4), tl.arange(0, S.CHUNK // 4)
         read = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
         write = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), 16)
         tl.store(write + word, tl.load(read + word, mask=word < words), mask=word < words)
     else:
         first, target = source.to(tl.pointer_type(tl.int8)), to.to(tl.pointer_type(tl.int8))
-        for start in range(0, tl.minimum(left, CHUNK), PIECE):
+        for start in range(0, tl.minimum(left, S.CHUNK), PIECE):
             byte = start + tl.arange(0, PIECE)
             tl.store(target + byte, tl.load(first + byte, mask=byte < left), mask=byte < left)
 
 
-@lru_cache(maxsize=1024)
-def _decide_launch(experts: int, slots: int) -> Launch:
-    wide = next_power_of_2(slots)
-    return Launch(
-        _make_resident_kernel, E=experts, K=slots, EXPERTS=next_power_of_2(experts), SLOTS=wide,
-        IDS=BLOCK, COMPARED=min(COMPARED, wide), num_warps=8,
-    )  # fmt: skip
+@triton.jit
+def _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S: tl.constexpr):
+    """Write the rows of a wave, and the state once all programs have read it.
+
+    Returns the number of experts to copy.
+    """
+    expert = tl.arange(0, S.EXPERTS)
+    inside = expert < S.E
+    slot = tl.load(state + S.SLOT + expert, mask=inside, other=-1)
+    used = tl.load(state + S.LAST_USE + expert, mask=inside, other=-1)
+    now = tl.load(state + _CLOCK)
+    begun = tl.where(wave == 0, now, tl.load(state + _BEGUN))
+    todo = _wanted(topk_ids, expert_map, num_ids, num_global, S) & (used < begun)
+    resident = todo & (slot >= 0) & (used >= 0)
+    missing = todo & ~resident
+    if S.MOST < S.K:
+        resident = resident & (tl.cumsum(resident.to(tl.int32), 0) <= S.MOST)
+    index = tl.cumsum(missing.to(tl.int32), 0) - 1
+    num_resident, num_missing = tl.sum(resident.to(tl.int32), 0), tl.sum(missing.to(tl.int32), 0)
+    count = tl.minimum(num_missing, S.MOST - num_resident)
+    gains = missing & (index < count)
+    present = resident | gains
+    if count > 0:
+        slot = _moved(state, slot, used, present, gains, index, S)
+    tl.store(rows + expert, tl.where(present, slot, -1).to(tl.int32), mask=inside)
+    if _last_to_arrive(state):
+        mirror = tl.load(state + _MIRROR)
+        tl.store(state + S.SLOT + expert, slot, mask=inside)
+        tl.store(state + S.LAST_USE + expert, tl.where(present, now, used), mask=inside)
+        tl.store(state + _CLOCK, now + 1)
+        tl.store(state + _BEGUN, begun)
+        left = tl.sum(todo.to(tl.int32), 0) - num_resident - count
+        tl.store(state + _LEFT, left.to(tl.int64))
+        tl.store(state + _ARRIVED, tl.full((), 0, tl.int64))
+        _add_to(state, mirror, _HITS, num_resident)
+        _add_to(state, mirror, _MISSES, count)
+        _add_to(state, mirror, _WAVES, (num_resident + count > 0).to(tl.int64))
+    return count
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_global", "num_entries", "wave"])
+def _make_resident_kernel(
+    topk_ids, expert_map, plan, map_out, plan_out, next_map, next_plan, table, state,
+    num_ids, num_global, num_entries, wave, S: tl.constexpr,
+):  # fmt: skip
+    """Serve one wave of the weight ``program_id(1)``: rows, what GEMMs read of them, and copies."""
+    take_turn()
+    state += tl.program_id(1) * S.LENGTH
+    rows = state.to(tl.pointer_type(tl.int32), bitcast=True) + S.ROWS
+    if plan is not None:
+        if tl.program_id(1) > 0:
+            plan_out = next_plan
+        tiles = planned_tiles(plan, num_entries, S.TILE)
+    if map_out is not None:  # noqa: SIM102 (a constant)
+        if tl.program_id(1) > 0:
+            map_out = next_map
+    count = tl.full((), 0, tl.int32)
+    served = (wave > 0) & (tl.load(state + _LEFT) == 0)
+    if served:
+        expert = tl.arange(0, S.EXPERTS)
+        tl.store(rows + expert, tl.full((S.EXPERTS,), -1, tl.int32), mask=expert < S.E)
+        tl.debug_barrier()
+        if plan is not None:
+            write_header(plan, plan_out, 0)
+    else:
+        count = _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S)
+        if plan is not None:
+            write_plan(plan, tiles, rows, plan_out, S.E, S.TILE, S.WIDE, S.TILES)
+    if map_out is not None:
+        write_map(expert_map, rows, map_out, num_global, S.E)
+    if count > 0:
+        _copy_missing(table + tl.program_id(1) * S.TABLE * _COLUMNS, state, count, S)
 
 
 @lru_cache(maxsize=1024)
-def _copy_launch(experts: int, slots: int, rows: int, last: bool) -> Launch:
-    return Launch(
-        _copy_experts_kernel, E=experts, K=slots, EXPERTS=next_power_of_2(experts),
-        SLOTS=next_power_of_2(slots), ROWS=rows, WIDE_ROWS=next_power_of_2(rows), LAST=last,
-        AT_ROWS=StateLayout(experts, slots).rows, CHUNK=CHUNK, num_warps=4,
-    )  # fmt: skip
+def _launch(
+    num_experts: int, num_slots: int, most: int, table_rows: int, few: bool, row_tile: int
+) -> Launch:
+    at, wide = StateLayout(num_experts, num_slots), next_power_of_2(num_experts)
+    sizes = Sizes(
+        E=num_experts,
+        K=num_slots,
+        MOST=most,
+        EXPERTS=wide,
+        COMPARED=min(16, wide, COMPARED // wide),
+        IDS=FEW_IDS if few else MANY_IDS,
+        SLOT=at.slot,
+        LAST_USE=at.last_use,
+        KEYS=at.keys,
+        COPIED=at.experts,
+        TARGETS=at.targets,
+        FREED=at.freed,
+        ROWS=2 * at.rows,
+        LENGTH=at.length,
+        TABLE=table_rows,
+        WIDE_TABLE=next_power_of_2(table_rows),
+        CHUNK=CHUNK,
+        **plan_constants(row_tile),
+    )
+    num_warps = 4 if wide <= 128 else 8 if wide <= 512 else 16
+    return Launch(_make_resident_kernel, S=sizes, num_warps=num_warps, maxnreg=REGISTERS)
+
+
+def tiles_in_rows(owner: Residency, first: int, tiles: AnyTiles) -> list[AnyTiles]:
+    """Room for the tiles in rows of each weight from the ``first`` on.
+
+    GEMMs that read a plan need no map. Theirs stays that of all experts.
+
+    Args:
+        owner: the slots.
+        first: the number of the first weight.
+        tiles: ids, expert map, and the plan if GEMMs read one.
+    """
+    plan, topk_ids, expert_map = tiles
+    row_maps = owner.row_maps[first:]
+    if plan is not None:
+        return [(torch.empty_like(plan), topk_ids, expert_map) for _ in row_maps]
+    if expert_map is None:
+        return [(None, topk_ids, rows) for rows in row_maps]
+    return [(None, topk_ids, torch.empty_like(expert_map, dtype=torch.int32)) for _ in row_maps]
 
 
 def make_resident(
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    state: Tensor,
-    num_experts: int,
-    num_slots: int,
-) -> None:
-    """Launch one program."""
-    fakes.make_resident(topk_ids, expert_map, state, num_experts, num_slots)
-    num_global = map_size(expert_map, num_experts)
-    ids, launch = topk_ids.contiguous(), _decide_launch(num_experts, num_slots)
-    launch((1,), ids, dense(expert_map), state, ids.numel(), num_global)
-
-
-def copy_experts(
-    table: Tensor, state: Tensor, num_experts: int, num_slots: int, wave: int, last: bool
-) -> None:
-    """Launch as many programs as the wave may have chunks, up to `PROGRAMS`."""
-    fakes.copy_experts(table, state, num_experts, num_slots, wave, last)
-    owner = residency_of(table)[0]
-    chunks = sum(cdiv(x.shape[1:].numel() * x.itemsize, CHUNK) for x, _ in owner.pairs_of(table))
-    grid = (min(PROGRAMS, num_slots * chunks),)
-    _copy_launch(num_experts, num_slots, len(table), last)(grid, table, state, wave)
-
-
-_DECIDE_AND_COPY = Waves(make_resident, copy_experts)
-
-
-def host_product(
-    a: Tensor,
-    a_scale: Tensor | None,
-    table: Tensor,
-    state: Tensor,
-    topk_weights: Tensor | None,
+    owner: Residency,
+    first: int,
     tiles: AnyTiles,
-    top_k: int,
-    num_rows: int,
-    out_dtype: torch.dtype,
-    activation: str = "",
-    expert_order: bool = False,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """Launch for each wave the copy, and the kernel that the plan of all experts chooses."""
-    owner = residency_of(table)[0]
-    settings = {
-        "top_k": top_k,
-        "out_dtype": out_dtype,
-        "activation": activation,
-        "expert_order": expert_order,
-        "batch_invariant": batch_invariant,
-    }
-    out = fakes.host_product(
-        a, a_scale, table, state, topk_weights, tiles, num_rows=num_rows, **settings
-    )
+    row_tile: int,
+    wave: int,
+    out: Sequence[AnyTiles],
+    *,
+    halves: bool = False,
+) -> None:
+    """Make the experts of a wave resident.
 
-    def multiply(weight: ExpertWeight) -> None:
-        products.expert_product(
-            a, a_scale, weight, topk_weights, tiles, scheme=owner.scheme, **settings, out=out
-        )
+    Args:
+        owner: the slots.
+        first: the number of the first weight.
+        tiles: ids, expert map, and the plan if GEMMs read one.
+        row_tile: the row tile of the plan.
+        wave: the number of the wave.
+        out: the `tiles_in_rows` of one weight or two, to write to.
+        halves: whether a wave has half of the slots. Later waves then leave SMs to the products of
+            the wave before.
+    """
+    plan, topk_ids, expert_map = tiles
+    plans, _, maps = zip(out[0], out[-1], strict=True)
+    if plan is not None or expert_map is None:
+        maps = None, None
+    (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
+    most = owner.num_slots // 2 if halves else owner.num_slots
+    units = min(num_ids, most) * max(owner.chunks[first : first + weights])
+    most_programs = PROGRAMS_BESIDE if halves and wave > 0 else PROGRAMS // weights
+    programs = max(1, min(most_programs, units))
+    few, rows, entries = num_ids <= FEW_IDS, table.shape[1], 0 if plan is None else plan.shape[0]
+    num_global = map_size(expert_map, owner.num_experts)
+    _launch(owner.num_experts, owner.num_slots, most, rows, few, row_tile)(
+        (programs, weights), topk_ids, expert_map, plan, maps[0], plans[0], maps[1], plans[1],
+        table, state, num_ids, num_global, entries, wave,
+    )  # fmt: skip
 
-    _wait_for_other_stream(owner, a)
-    _DECIDE_AND_COPY.run(table, state, tiles, multiply)
-    return out
+
+def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
+    """Yield the operands of each wave of a product once its experts are in the slots.
+
+    The first wave of the first weight's product serves both weights.
+
+    Args:
+        operands: their weight is in host memory.
+        row_tile: the row tile of the plan.
+    """
+    owner, number = residency_of(operands.weight.host)
+    _, topk_ids, expert_map = operands.tiles
+    num_ids = topk_ids.numel()
+    plan = dense(plan_to_read(operands.tiles, num_ids, owner.num_experts))
+    tiles = plan, topk_ids.contiguous(), dense(expert_map)
+    halves = num_ids >= IDS_OF_HALVES * owner.num_experts and owner.num_slots > 1
+    own = owner.take_ahead(operands.tiles) if number == 1 else None
+    early = operands.early and own is not None
+    if own is None:
+        own, *others = out = tiles_in_rows(owner, number, tiles)
+        _wait_for_other_stream(owner, topk_ids)
+        make_resident(owner, number, tiles, row_tile, 0, out, halves=halves)
+        owner.ahead = (operands.tiles, others[0]) if others else None
+    weight, experts = owner.slots[number], owner.num_experts
+    operands = operands._replace(weight=weight, tiles=own, early=early, experts=experts)
+    if not halves:
+        yield operands
+        for wave in range(1, waves_of(experts, owner.num_slots, num_ids)):
+            make_resident(owner, number, tiles, row_tile, wave, [own])
+            yield operands
+        return
+    both = own, tiles_in_rows(owner, number, tiles)[0]
+    count = waves_of(experts, owner.num_slots // 2, num_ids)
+    for wave in range(count):
+        after = wave + 1
+        if after < count:
+            with _side_stream(owner, topk_ids):
+                make_resident(owner, number, tiles, row_tile, after, [both[after % 2]], halves=True)
+        yield operands._replace(tiles=both[wave % 2])
+        _join(owner, topk_ids)
 
 
-def host_product_sum(
-    a: Tensor,
-    a_scale: Tensor | None,
-    table: Tensor,
-    state: Tensor,
-    topk_weights: Tensor | None,
-    tiles: AnyTiles,
-    num_rows: int,
-    out_dtype: torch.dtype,
-    expert_order: bool = False,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """Run the kernel that also sums for one token, which one wave serves; else product and sum."""
-    owner = residency_of(table)[0]
-    _, topk_ids, expert_map = tiles
-    settings = {
-        "out_dtype": out_dtype,
-        "expert_order": expert_order,
-        "batch_invariant": batch_invariant,
-    }
-    sizes = (owner.num_experts, owner.num_slots)
-    if topk_ids is None or topk_ids.shape[0] != 1 or waves_of(*sizes, topk_ids.numel()) > 1:
-        y = host_product(a, a_scale, table, state, None, tiles, 1, num_rows, **settings)
-        return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, owner.num_experts)
-    out: list[Tensor] = []
+@contextmanager
+def _side_stream(owner: Residency, x: Tensor) -> Iterator[None]:
+    """Context manager: launch beside what the current stream launches from now on."""
+    if not x.is_cuda:
+        yield
+        return
+    side = owner.side_stream = owner.side_stream or torch.cuda.Stream(x.device)
+    side.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(side):
+        yield
 
-    def multiply(weight: ExpertWeight) -> None:
-        out.append(
-            products.expert_product_sum(
-                a, a_scale, weight, topk_weights, tiles, owner.scheme, **settings
-            )
-        )
 
-    _wait_for_other_stream(owner, a)
-    _DECIDE_AND_COPY.run(table, state, tiles, multiply)
-    return out[0]
+def _join(owner: Residency, x: Tensor) -> None:
+    """Let the current stream wait for the one beside it."""
+    if owner.side_stream is not None:
+        torch.cuda.current_stream(x.device).wait_stream(owner.side_stream)
 
 
 def _wait_for_other_stream(owner: Residency, x: Tensor) -> None:

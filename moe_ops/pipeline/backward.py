@@ -32,7 +32,7 @@ from moe_ops.pipeline.lora import (
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.pipeline.slot_experts import Settings, slot_experts
 from moe_ops.scheme import FusedMoEQuantConfig
-from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight, Routing, Rows
+from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
 
 TRAINS_NOT = "experts in host memory are for inference, train without resident_experts"
 """Why experts in host memory have no gradients, nor have their inputs."""
@@ -67,19 +67,15 @@ class Operands(NamedTuple):
     w1_global_scale: Any
     """Global scale of the first weight; ``w1_factor`` may contain that of its rows as well."""
     w2_global_scale: Any
-    w1_table: Any
-    """See `HostWeight`. None: the weights are on the device, as for the other two."""
-    w2_table: Any
-    host_state: Any
+    w1_host: Any
+    """See `ExpertWeight.host`."""
+    w2_host: Any
 
     def weights(self) -> ExpertWeights:
         """Both weights, for the GEMMs of the forward pass."""
-        if self.w1_table is not None:
-            first: Any = HostWeight(self.w1, self.w1_table, self.host_state)
-            second: Any = HostWeight(self.w2, self.w2_table, self.host_state)
-            return ExpertWeights(first, second, self.a1_scale, self.a2_scale)
         w1 = ExpertWeight(self.w1, self.b1, self.w1_scale, self.w1_zero_point, self.w1_factor)
         w2 = ExpertWeight(self.w2, self.b2, self.w2_scale, self.w2_zero_point, self.w2_factor)
+        w1, w2 = w1._replace(host=self.w1_host), w2._replace(host=self.w2_host)
         return ExpertWeights(w1, w2, self.a1_scale, self.a2_scale)
 
     def space(self, settings: Settings, plan: Tensor | None) -> SlotRows:
@@ -137,14 +133,15 @@ def differentiable_experts(
         plan: see `SlotRows.of`.
         lora: adapters beside both products.
     """
-    on_host, first_weight, second_weight, a1_scale, a2_scale = _weight_parts(weights)
-    (w1, b1, *first), (w2, b2, *second) = first_weight, second_weight
+    w1, b1, *first = weights.w1[:5]
+    w2, b2, *second = weights.w2[:5]
     topk_weights, topk_ids, expert_map = routing
     global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
     first_adapter, second_adapter, lora_ids = _lora_operands(lora, routing, w1.shape[0], x.dtype)
     differentiable = (x, w1, w2, topk_weights, b1, b2, *first_adapter, *second_adapter)
     ids = (topk_ids, expert_map, lora_ids)
-    constants = (*first, *second, a1_scale, a2_scale, *global_scales, *on_host)
+    on_host = (weights.w1.host, weights.w2.host)
+    constants = (*first, *second, *weights[2:], *global_scales, *on_host)
     operands = Operands._make((*differentiable, *ids, *constants))
     return _Experts.apply(settings, plan, *operands)
 
@@ -163,15 +160,6 @@ def _lora_operands(
     used = lora.w1 or lora.w2
     num_adapters = 0 if used is None else used[0].shape[0]
     return first, second, adapter_ids(routing, num_experts, lora.lora_ids, num_adapters)
-
-
-def _weight_parts(weights: ExpertWeights) -> tuple[Any, ...]:
-    """The tables and the state of experts in host memory, the fields of both weights, the rest."""
-    w1, w2, *scales = weights
-    if isinstance(w1, HostWeight) and isinstance(w2, HostWeight):
-        none = (None,) * 4
-        return (w1.table, w2.table, w1.state), (w1.data, *none), (w2.data, *none), *scales
-    return (None,) * 3, w1[:5], w2[:5], *scales
 
 
 class _Experts(Function):
@@ -206,8 +194,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The result, and the product of the first GEMM.
 
-    Adapters are added to rounded products. Without them the stages are those of a call without
-    gradients, and so are the bits.
+    Adapters are added to rounded products. Without adapters a call with gradients has the stages
+    and the bits of a call without gradients.
     """
     if adapters is None and not settings.rounds_product:
         products: list[Tensor] = []

@@ -26,7 +26,7 @@ from moe_ops.pipeline.row_spaces import (
     sure,
 )
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
-from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight, Rows
+from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 
 
 def expert_weights(
@@ -79,7 +79,7 @@ def stored(
 def quantized(
     x: Tensor,
     scale: Tensor | None,
-    weight: ExpertWeight | HostWeight,
+    weight: ExpertWeight,
     space: SlotRows | BatchedRows,
     scheme: Scheme,
     top_k: int = 1,
@@ -105,7 +105,7 @@ def quantized(
 
 def _quantizes(
     x: Tensor,
-    weight: ExpertWeight | HostWeight,
+    weight: ExpertWeight,
     space: SlotRows,
     scheme: Scheme,
     top_k: int,
@@ -151,7 +151,7 @@ def _quantizes(
 
 def gemm(
     rows: Rows,
-    weight: ExpertWeight | HostWeight,
+    weight: ExpertWeight,
     space: SlotRows | BatchedRows,
     top_k: int,
     scheme: Scheme,
@@ -164,21 +164,6 @@ def gemm(
     The result is rounded to ``dtype`` once. ``topk_weights`` (only with rows that are not
     quantized) multiply the product in float32; ``activation`` is the key of f.
     """
-    if isinstance(weight, HostWeight):
-        return ops.host_product(
-            rows.data,
-            rows.scale,
-            weight.table,
-            weight.state,
-            topk_weights,
-            [*space.tiles],
-            top_k,
-            weight.data.shape[1],
-            dtype,
-            activation,
-            space.expert_order and scheme.weight is None,
-            space.batch_invariant,
-        )
     return ops.expert_product(
         rows.data,
         rows.scale,
@@ -196,7 +181,7 @@ def gemm(
 
 def activated_gemm(
     rows: Rows,
-    weight: ExpertWeight | HostWeight,
+    weight: ExpertWeight,
     space: SlotRows,
     top_k: int,
     scheme: Scheme,
@@ -221,7 +206,7 @@ def activated_gemm(
     return result
 
 
-def sums_at_once(space: SlotRows, weight: ExpertWeight | HostWeight, scheme: Scheme) -> bool:
+def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
     """Whether the second GEMM and the weighted sum are one operator: if T may be 1.
 
     Otherwise they are two operators, which frees the input rows before allocating the output.
@@ -247,7 +232,7 @@ def apart() -> Iterator[None]:
 
 def gemm_then_sum(
     rows: Rows,
-    weight: ExpertWeight | HostWeight,
+    weight: ExpertWeight,
     space: SlotRows,
     topk_weights: Tensor | None,
     scheme: Scheme,
@@ -261,19 +246,6 @@ def gemm_then_sum(
     called. The operator is told (see `EARLY`) unless the call is traced: a compiler may run other
     kernels between the two.
     """
-    if isinstance(weight, HostWeight):  # which is copied after the first GEMM was called
-        return ops.host_product_sum(
-            rows.data,
-            rows.scale,
-            weight.table,
-            weight.state,
-            topk_weights,
-            [*space.tiles],
-            weight.data.shape[1],
-            dtype,
-            space.expert_order,
-            space.batch_invariant,
-        )
     product = partial(
         ops.expert_product_sum,
         rows.data,

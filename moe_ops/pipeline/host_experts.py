@@ -1,11 +1,11 @@
 """Experts in host memory as `fused_experts` takes them: views that stand for them, and a config.
 
-The GEMMs of such a config read slots, into which they copy what a routing wants (`host_product`).
+The GEMMs of such a config read slots, into which they copy what a routing wants.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_ops.residency.host import HostMemory, padded_size
 from moe_ops.residency.slots import STORED, Residency
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig
-from moe_ops.tensors import ExpertWeight, ExpertWeights, HostWeight
+from moe_ops.tensors import ExpertWeight, ExpertWeights
 
 OF_INPUTS = ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale")
 """Tensors of a configuration that do not belong to experts."""
@@ -123,29 +123,31 @@ def host_experts(
         num_slots: K.
         device: the device of the slots.
     """
-    residency = Residency(held.weights, num_slots, device, config.scheme.key, held.memory)
+    residency = Residency(held.weights, num_slots, device, held.memory)
     experts = residency.num_experts
-    first, second = residency.slots
-    views: list[Any] = [
-        _all(x, experts) for x in (first.data, second.data, first.bias, second.bias)
-    ]
+    first, second = (
+        whole(slots, table, experts)
+        for slots, table in zip(residency.slots, residency.tables, strict=True)
+    )
     tensors = {
         name: x.to(device) if name in OF_INPUTS else _all(x[:1].to(device), experts)
         for name in TENSORS
         if (x := getattr(config, name)) is not None and not name.endswith("_bias")
     }
     made = HostConfig(config.scheme, **tensors)
-    weights: list[Any] = [
-        HostWeight(view, table, residency.state)
-        for view, table in zip(views[:2], residency.tables, strict=True)
-    ]
-    first_scale, second_scale = made.input_scales
-    both = ExpertWeights(weights[0], weights[1], first_scale, second_scale)
-    object.__setattr__(made, "on_host", both)
-    w1, w2, b1, b2 = views
-    return HostExperts(residency, w1, w2, b1, b2, made)
+    object.__setattr__(made, "on_host", ExpertWeights(first, second, *made.input_scales))
+    return HostExperts(residency, first.data, second.data, first.bias, second.bias, made)
+
+
+def whole(slots: ExpertWeight, table: Tensor, num_experts: int) -> ExpertWeight:
+    """The weight of all experts, without numbers: see `ExpertWeight.host`."""
+    data, *rest = (_all(x, num_experts) for x in slots[: len(STORED)])
+    for x in (data, *rest):
+        if x is not None and x.is_cuda:
+            torch._dynamo.mark_static_address(x)
+    return ExpertWeight(cast(Tensor, data), *rest)._replace(host=table)
 
 
 def _all(slots: Tensor | None, num_experts: int) -> Tensor | None:
     """A view of the first slot with the shape of all experts."""
-    return None if slots is None else slots[:1].expand(num_experts, *slots.shape[1:])
+    return None if slots is None else slots.narrow(0, 0, 1).expand(num_experts, *slots.shape[1:])

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import Epilogue, grouped
+from moe_ops.reference.grouped import Columns, Epilogue, grouped
 from moe_ops.reference.products import one_expert
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import dequantize_weight, get_scheme
-from moe_ops.tensors import AnyTiles, ExpertWeight, QTensor
+from moe_ops.tensors import AnyTiles, QTensor
 
 
 def expert_dgrad(
@@ -30,10 +30,9 @@ def expert_dgrad(
     parsed = get_scheme(scheme)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     k = w.shape[2] * parsed.numbers_per_entry(w.dtype)
-    turned = a.new_empty(()).expand(len(w), k, w.shape[1])
 
     def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
         weight = dequantize_weight(one_expert(stored, expert), parsed, a.dtype)[0].float()
         multiply(rows[0].float(), weight, out, batch_invariant)
 
-    return grouped(product, (a,), ExpertWeight(turned), tiles, rule, top_k, a.dtype, Epilogue(None))
+    return grouped(product, (a,), Columns(k, len(w)), tiles, rule, top_k, a.dtype, Epilogue(None))

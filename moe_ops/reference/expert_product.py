@@ -8,16 +8,17 @@ undefined. Router weights stay in slot order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import Epilogue, grouped
+from moe_ops.reference.grouped import Columns, Epilogue, grouped
 from moe_ops.reference.products import product_of
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.reference.slots import multiply, num_experts_of, planned_rows, take
+from moe_ops.reference.residency import in_waves
+from moe_ops.reference.slots import multiply, planned_rows, take
 from moe_ops.reference.weight_and_reduce import moe_fused_mul_sum
 from moe_ops.scheme import UNQUANTIZED, get_scheme
 from moe_ops.tensors import AnyTiles, AnyWeight, ExpertWeight
@@ -36,7 +37,6 @@ def expert_product(
     expert_order: bool = False,
     batch_invariant: bool = False,
     *,
-    out: Tensor | None = None,
     product: Tensor | None = None,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``, rounded once.
@@ -59,32 +59,35 @@ def expert_product(
         activation: key of f; empty: no activation.
         expert_order: whether rows between two GEMMs are permuted, with the scheme "unquantized".
         batch_invariant: whether the plan is; each row is then multiplied by itself.
-        out: the tensor to write to, in which other rows stay as they are; None: a new one.
         product: see `activated_product`.
     """
     numbers, stored = get_scheme(scheme), ExpertWeight(*weight)
-    quant, num_experts = numbers.activation, num_experts_of(stored)
+    quant, (num_experts, n, _) = numbers.activation, stored.data.shape
     rows: tuple[Any, Any] = a, a_scale
     if quant is not None and a.dtype != quant.dtype:
         _, topk_ids, expert_map = tiles
         rows = moe_quantize(a, a_scale, None, topk_ids, expert_map, num_experts, quant.key)
-    multiplied = product_of(*rows, stored, numbers, batch_invariant)
     inputs = rows[:1] if quant is None or quant.per_tensor else rows
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    then = Epilogue(stored.bias, topk_weights, activation, product)
     permuted = None if not expert_order else "out" if activation else "a"
-    return grouped(
-        multiplied,
-        inputs,
-        stored,
-        tiles,
-        rule,
-        top_k,
-        out_dtype,
-        then,
-        permuted=permuted,
-        out=out,
-    )
+    out: Tensor | None = None
+    for part, present in [(stored, None)] if stored.host is None else in_waves(stored, tiles):
+        multiplied = product_of(*rows, part, numbers, batch_invariant)
+        then = Epilogue(part.bias, topk_weights, activation, product)
+        columns = Columns(n, num_experts, present)
+        out = grouped(
+            multiplied,
+            inputs,
+            columns,
+            tiles,
+            rule,
+            top_k,
+            out_dtype,
+            then,
+            permuted=permuted,
+            out=out,
+        )
+    return cast(Tensor, out)
 
 
 def activated_product(
@@ -165,5 +168,4 @@ def expert_product_sum(
         a, a_scale, weight, None, tiles, 1, scheme, out_dtype, "", expert_order, batch_invariant
     )
     _, topk_ids, expert_map = tiles
-    num_experts = num_experts_of(ExpertWeight(*weight))
-    return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_experts)
+    return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, len(weight[0]))

@@ -11,13 +11,25 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import TileRule
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import num_experts_of, planned_rows, present_rows, take
-from moe_ops.tensors import AnyTiles, ExpertWeight
+from moe_ops.reference.slots import planned_rows, present_rows, take
+from moe_ops.tensors import AnyTiles
 
 Product = Callable[[int, Sequence[Tensor], Tensor], None]
 """``product(expert, rows, out)`` writes ``rows[0] @ w[expert].T`` to ``out``, in float32.
 
 ``rows`` are the expert's rows of each of the inputs."""
+
+
+class Columns(NamedTuple):
+    """The results of a slot, and which experts have any."""
+
+    n: int
+    """Columns of a product."""
+    num_experts: int
+    """El."""
+    rows: Tensor | None = None
+    """int32 ``(El,)``: the row of each expert in the weight, which lacks others (-1); None: expert
+    e is row e."""
 
 
 class Epilogue(NamedTuple):
@@ -36,7 +48,7 @@ class Epilogue(NamedTuple):
 def grouped(
     product: Product,
     inputs: Sequence[Tensor],
-    weight: ExpertWeight,
+    columns: Columns,
     tiles: AnyTiles,
     rule: TileRule,
     top_k: int,
@@ -53,8 +65,7 @@ def grouped(
     Args:
         product: see `Product`.
         inputs: the rows ``a``, and other tensors with a row for each of them.
-        weight: the weight, of n columns of a product. Only its shape, its bias and its map are
-            read here.
+        columns: what the weight has.
         tiles: plan, ``topk_ids`` and expert map.
         rule: the rule by which the row tile of the plan was chosen.
         top_k: slots per row of ``a``.
@@ -63,11 +74,11 @@ def grouped(
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
         out: the tensor to write to; None: a new one.
     """
-    num_slots, n = len(inputs[0]) * top_k, weight.data.shape[1]
-    planned = planned_rows(tiles, rule, num_slots, num_experts_of(weight))
-    slots, experts, counts, between = present_rows(planned, weight.rows)
+    num_slots = len(inputs[0]) * top_k
+    planned = planned_rows(tiles, rule, num_slots, columns.num_experts)
+    slots, experts, counts, between = present_rows(planned, columns.rows)
     source = between if permuted == "a" else slots // top_k
-    rows = torch.empty((len(slots), n), device=weight.data.device)
+    rows = torch.empty((len(slots), columns.n), device=inputs[0].device)
     parts = rows.split(counts)
     taken = [take(x, source).split(counts) for x in inputs]
     for expert, part, *mine in zip(experts, parts, *taken, strict=True):

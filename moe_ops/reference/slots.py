@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.tile_plan import plan_to_read
 from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, plan_sizes, row_tile
-from moe_ops.tensors import AnyTiles, ExpertWeight
+from moe_ops.tensors import AnyTiles
 
 
 def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
@@ -101,17 +101,12 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
     )
 
 
-def num_experts_of(weight: ExpertWeight) -> int:
-    """El, of which a weight may hold fewer: see `ExpertWeight.rows`."""
-    return len(weight.data if weight.rows is None else weight.rows)
-
-
 def present_rows(planned: PlannedRows, rows: Tensor | None) -> PlannedRows:
     """The rows of a plan whose experts have a row of the weight, which stands for the expert.
 
     Args:
         planned: the rows of a plan.
-        rows: `ExpertWeight.rows`.
+        rows: the row of each expert, -1: none. None: expert e is row e.
     """
     if rows is None:
         return planned

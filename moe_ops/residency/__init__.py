@@ -6,7 +6,7 @@ at most K experts.
 """
 
 from moe_ops.residency.amount import Amount, parse_amount
-from moe_ops.residency.slots import Residency, Waves, open_residencies, residency_of
+from moe_ops.residency.slots import Residency, open_residencies, residency_of
 from moe_ops.residency.state import OffloadStats, StateLayout, waves_of
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "OffloadStats",
     "Residency",
     "StateLayout",
-    "Waves",
     "open_residencies",
     "parse_amount",
     "residency_of",

@@ -5,9 +5,12 @@ import gc
 import io
 import pickle
 import weakref
+from collections import Counter
 
 import pytest
 import torch
+from conftest import HAS_CUDA, INTERPRETED
+from launches import launched_kernels
 from packed_weights import PACKABLE
 from small_layers import E, I, K, batch, filled, kernel_of
 from table_items import every_row
@@ -121,6 +124,29 @@ def test_every_option_has_the_bits_of_the_layer_without(resident, options):
 def test_kernels_have_the_bits_of_the_layer_without(device):
     layer = filled(params_dtype=torch.float32, has_bias=True)
     assert_same(*both(layer, 3, device), device, tokens=(1, 5))
+
+
+@pytest.mark.kernel
+def test_launches_beside_those_of_the_layer_without(device, monkeypatch):
+    """One for the first wave of both weights, and for each later wave one, and a GEMM, a weight.
+
+    With many tokens a wave has half of the slots.
+    """
+    if not (HAS_CUDA or INTERPRETED):
+        pytest.skip("needs kernels")
+    layer, other = both(filled(params_dtype=torch.float32), 4, device)
+    names = launched_kernels(monkeypatch)
+    for tokens, waves in ((1, 1), (2, 1), (3, 2), (9, 2), (33, 4)):
+        counts, results, inputs = [], [], [x.to(device) for x in batch(tokens)]
+        for module in (layer, other):
+            names.clear()
+            with torch.no_grad():
+                results.append(module(*inputs))
+            counts.append(Counter(names))
+        assert torch.equal(*results)
+        more, later = counts[1] - counts[0], waves - 1
+        assert more.pop("_make_resident_kernel") == 1 + 2 * later
+        assert not counts[0] - counts[1] and more.total() == 2 * later, (tokens, counts)
 
 
 def test_stats_count_experts_waves_and_bytes():
@@ -287,7 +313,8 @@ def test_one_graph_for_any_number_of_tokens_and_waves():
     stats = other.offload_stats()
     assert counter.frame_count <= 2 and stats.waves > 5 and stats.misses > 8
     ops_seen = {str(node.target) for graph in counter.graphs for node in graph.graph.nodes}
-    assert any("host_product" in name for name in ops_seen)
+    assert any("expert_product" in name for name in ops_seen)
+    assert not ops.expert_product._schema.is_mutable  # slots are a cache, which no graph sees
 
 
 def test_ranks_have_a_store_each():
@@ -408,10 +435,7 @@ def test_modules_choose_layers():
 def test_products_need_a_routing(device):
     """Rows that are grouped by expert have none: there is nothing to decide by."""
     _, other = both(filled(), 3)
-    host_experts = other.host_experts.residency
-    x = torch.randn(2, 32)
+    weight, x = other.host_experts.quant_config.on_host.w1, torch.randn(2, 32)
+    plan = torch.zeros(99, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="topk_ids for experts in host memory"):
-        ops.host_product(
-            x, None, host_experts.tables[0], host_experts.state, None, [None, None, None], 1,
-            2 * I, x.dtype,
-        )  # fmt: skip
+        ops.expert_product(x, None, [*weight], None, [plan, None, None], 1, "unquantized", x.dtype)

@@ -33,7 +33,7 @@ def exact_gradients(grad, x, weights, ids, expert_map, num_experts, key, activat
 
 @pytest.mark.parametrize("key", FORMULAS)
 def test_the_reference_has_the_derivative(key):
-    """`gradcheck` in float64, away from bounds; at the bounds of clamps as autograd of `clamp`."""
+    """`gradcheck` in float64, away from the bounds of clamps; at these the derivative is 1."""
     rule = formula(key)
 
     class Ours(torch.autograd.Function):

@@ -9,7 +9,7 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import SPILLED, given_plan, stored  # noqa: E402
+from aot_launches import given_plan, may_spill, stored  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 from products import stored_product  # noqa: E402
@@ -52,8 +52,7 @@ def check(arch, scheme, tile, dtype, **more):
         assert used["shared"] <= aot.SHARED_MEMORY[arch], used
         # A few words that live across the loop. Without, tiles of 128 rows are slower on Hopper.
         few = 24 if arch == 90 and tile == 128 else 16 * (dtype == torch.float16)
-        few = SPILLED.get((aot.RELEASE, scheme, tile, dtype), few)
-        assert used["spilled"] <= few, used
+        assert used["spilled"] <= may_spill(few, scheme, tile, dtype), used
         assert used["serialized"] == 0, used
         assert not aot.rewrites_operands(kernel)
     return kernels

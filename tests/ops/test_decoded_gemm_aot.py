@@ -11,7 +11,7 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import given_plan, stored  # noqa: E402
+from aot_launches import given_plan, may_spill, stored  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 from products import scaled_product  # noqa: E402
@@ -89,7 +89,8 @@ def compiled(arch, scheme, tile, **more):
     for kernel in gemms:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch], used
-        assert used["spilled"] <= SPILLED.get((arch, scheme, tile), 0), used
+        few = SPILLED.get((arch, scheme, tile), 0)
+        assert used["spilled"] <= may_spill(few, scheme, tile, arch), used
         assert used["serialized"] == 0, used
         assert not aot.rewrites_operands(kernel)
     return gemms
@@ -143,8 +144,12 @@ INSTRUCTIONS = {
 }
 FP8_INSTRUCTIONS = ("mxf8f6f4.block_scale.scale_vec::1X",) * 2
 """The kinds of instructions on sm_100 and on sm_120."""
-TWO_SCALES = {"mxf4.block_scale.block32": "mxf4.block_scale.scale_vec::2X"}
-"""Another name of the same instruction in PTX, which Triton 3.8 writes and Triton 3.6 does not."""
+OTHER_NAMES = {
+    "mxf8f6f4.block_scale.block32": "mxf8f6f4.block_scale.scale_vec::1X",
+    "mxf4.block_scale.block32": "mxf4.block_scale.scale_vec::2X",
+    "mxf4nvf4.block_scale.block16": "mxf4nvf4.block_scale.scale_vec::4X",
+}
+"""Other names of the same instructions in PTX, which Triton writes from 3.8 on."""
 
 
 def check_block_scaled(arch, scheme, tile, **more):
@@ -153,7 +158,7 @@ def check_block_scaled(arch, scheme, tile, **more):
         assert kernel.metadata.name == "block_scaled_gemm_kernel"
         unit = "mma.sync" if arch == 120 else "tcgen05.mma"
         ptx = kernel.asm["ptx"]
-        for name, same in TWO_SCALES.items():
+        for name, same in OTHER_NAMES.items():
             ptx = ptx.replace(name, same)
         products = re.findall(rf"{re.escape(unit)}\.\S+", ptx)
         kind = INSTRUCTIONS.get(scheme, FP8_INSTRUCTIONS)[arch == 120]

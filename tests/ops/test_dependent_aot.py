@@ -26,8 +26,6 @@ FILES = sorted(Path(moe_ops.kernels.__file__).parent.rglob("*.py"))
 GLOBAL = re.compile(
     r"^\s*(@!?%\w+ )?(ld|st|atom|red|prefetch)\S*\.global|cp\.async\.(ca|cg|bulk\.tensor|bulk\.sh)"
 )
-WAIT = re.compile(r"griddepcontrol\.wait|tt\.grid_dependency_wait")
-"""The wait in TTGIR: instructions as text, or from Triton 3.9 on an operation."""
 MANY = "hopper_decode_many_kernel"
 ALONE = ("hopper_gemm_kernel", "_pack_kernel", "_quantize_pack_kernel", MANY)
 """Launched without the option: they ran slower with it."""
@@ -170,7 +168,7 @@ def check_sum_turn(kernel):
     others = {f"%{name}" for name in kernel.src.fn.arg_names} - of_routing
     assert not set(given) & (others - {"%w_desc", "%w_scale", "%num_ids", "%num_experts"})
     start = code.index("default {", code.index("ttg.warp_specialize"))
-    before = WAIT.split(code[start:], maxsplit=1)[0]
+    before = aot.WAIT.split(code[start:], maxsplit=1)[0]
     assert before != code[start:]
     assert set(re.findall(r"tt.splat (%\w+) : !tt.ptr", before)) <= of_routing
     assert "tt.load" in before and "tt.store" not in before

@@ -104,7 +104,7 @@ def test_what_is_refused(device):
     with pytest.raises(ValueError, match="expert_order must be False for scheme int8_w8a16, whose"):
         ops.expert_product(x, None, w, *how, "", True)
     for wrong, rule in (
-        ([], r"weight must be \[data, bias, scale, .*, rows\], got 0 entries"),
+        ([], r"weight must be \[data, bias, scale, .*, host\], got 0 entries"),
         ([*w, None], r"weight must be \[data, .*\], got 7 entries"),
         ([None, *w[1:]], r"weight\[0\] must be the stored values, got None"),
     ):

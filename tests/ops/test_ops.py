@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import HAS_CUDA
 from operator_samples import (
-    BY_ADDRESS,
     FP8,
     I32,
+    OF_WINDOWS,
     E,
     H,
     I,
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moe_ops import ops
 from moe_ops.ops import STAGES
 
-COPIED = [q for q in STAGES if q not in BY_ADDRESS]
+COPIED = [q for q in STAGES if q not in OF_WINDOWS]
 """Operators of which a copy of the arguments is as good."""
 
 

@@ -1,17 +1,31 @@
 """Experts in host memory: who gets which slot in which wave, and that it is there by then."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 from conftest import INTERPRETED
-from residencies import Model, decided, layout_of, residency
+from residencies import (
+    KERNELS,
+    LEG,
+    Model,
+    decided,
+    residency,
+    residency_of_weights,
+    serve,
+    whole_weights,
+)
 from table_items import every_row
 
 from moe_ops import ops
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.dispatch.tiles import plan_sizes, row_tile
 from moe_ops.reference import residency as reference
 from moe_ops.residency import OffloadStats, parse_amount, residency_of, waves_of
 from moe_ops.residency.amount import Amount
+from moe_ops.residency.state import ARRIVED
+from moe_ops.tensors import ExpertWeight
 
 STEPS = 80 if INTERPRETED else 10_000
 HOSTILE = (-1, -(2**40), 2**31 + 1, 2**32)
@@ -50,12 +64,12 @@ def wanted_by(ids, expert_map, experts):
     return {i for i in known if 0 <= i < experts}
 
 
-def check_wave(owner, wave):
+def check_wave(owner, number, wave):
     """The rows of the current wave are those of the model, and hold the experts."""
     expected = [wave.get(expert, -1) for expert in range(owner.num_experts)]
-    assert owner.row_map.tolist() == expected
+    assert owner.row_maps[number].tolist() == expected
     for expert, slot in wave.items():
-        for source, target in owner.pairs:
+        for source, target in owner.pairs[number]:
             assert torch.equal(source[expert], target[slot].cpu())
 
 
@@ -73,69 +87,135 @@ def test_slots_are_those_of_a_python_lru(experts, slots, mapped, device):
         places = rng.sample(range(2 * experts), experts)
         rows = [places.index(i) if i in places else -1 for i in range(2 * experts)]
         expert_map = torch.tensor(rows, dtype=torch.int32, device=device)
-    sizes, at = (experts, slots), layout_of(owner)
+    at = owner.layout
     for step, ids in enumerate(routings(rng, experts, STEPS // 5)):
         ids = ids.to(device) if step % 3 else ids.clamp(-9, 2**31 - 1).to(device, torch.int32)
-        waves = model.call(wanted_by(ids, expert_map, experts))
-        ops.make_resident(ids, expert_map, owner.state, *sizes)
-        count = waves_of(*sizes, ids.numel())
-        assert len(waves) <= count <= -(-experts // slots)
-        for wave in range(count):
-            for number, table in enumerate(owner.tables):
-                last = number == 1 and wave == count - 1
-                ops.copy_experts(table, owner.state, *sizes, wave, last)
-            if step % 16 < 8 or INTERPRETED:
-                check_wave(owner, waves[wave] if wave < len(waves) else {})
-        held = owner.state[at.held : at.last_use].tolist()
-        assert held == [-1 if expert is None else expert for expert in model.slots]
-        assert owner.state[at.last_use : at.pending].tolist() == model.used
+        halves = slots > 1 and step % 5 == 0
+        most = slots // 2 if halves else slots
+        waves = model.call(wanted_by(ids, expert_map, experts), most)
+        for wave, following in pairwise(waves) if halves else ():
+            assert not {*wave.values()} & {*following.values()}  # products of one run beside copies
+        count = waves_of(experts, most, ids.numel())
+        assert len(waves) <= count <= -(-experts // most)
+        both = step % 2 == 0
+        for number in (0, 1):
+            for wave in range(count):
+                if number == wave == 0 and both:
+                    serve(owner, 0, ids, expert_map, weights=2, halves=halves)
+                elif wave > 0 or not both:
+                    serve(owner, number, ids, expert_map, wave, halves=halves)
+                if step % 16 < 8 or INTERPRETED:
+                    check_wave(owner, number, waves[wave] if wave < len(waves) else {})
+            slot = owner.state[number, at.slot : at.last_use].tolist()
+            assert [slot.index(i) for i in range(slots)] == model.slots
+            assert sum(s >= 0 for s in slot) == slots
+            used = owner.state[number, at.last_use : at.keys].tolist()
+            assert used == [model.used.get(expert, -1) for expert in range(experts)]
+            assert owner.state[number, ARRIVED] == 0
     copied = model.misses * owner.expert_bytes
     assert owner.stats() == OffloadStats(model.hits, model.misses, copied, model.waves)
+
+
+@pytest.mark.kernel
+def test_waves_of_half_of_the_slots(device):
+    """Experts that are all there take as many waves, and nothing is copied."""
+    owner, ids = residency(6, 4, device), torch.arange(4, device=device).view(2, 2)
+    serve(owner, 0, ids)
+    for wave, experts in enumerate(([0, 1], [2, 3], [])):
+        serve(owner, 0, ids, None, wave, halves=True)
+        assert (owner.row_maps[0] >= 0).nonzero().flatten().tolist() == experts
+    assert owner.stats()[:2] == (4, 4)
 
 
 @pytest.mark.kernel
 def test_the_kernel_decides_as_the_reference(device):
     rng = random.Random(0)
     for experts, slots in ((6, 2), (33, 17)):
-        owner = residency(experts, slots, device)
-        state, at = owner.state.cpu(), layout_of(owner)
-        for ids in routings(rng, experts, 24):
-            ops.make_resident(ids.to(device), None, owner.state, experts, slots)
-            reference.make_resident(ids, None, state, experts, slots)
-            assert decided(owner.state, at) == decided(state, at)
-            count = waves_of(experts, slots, ids.numel())
-            ops.copy_experts(owner.table, owner.state, experts, slots, count - 1, True)
-            if int(state[7]):
-                state[at.held : at.last_use] = state[at.pending : at.place]
+        owner, other = residency(experts, slots, device), residency(experts, slots, "cpu")
+        for step, ids in enumerate(routings(rng, experts, 24)):
+            for wave in range(waves_of(experts, slots, ids.numel())):
+                serve(owner, 0, ids.to(device), None, wave)
+                reference.make_resident(other, 0, ids, None, wave)
+                assert decided(owner) == decided(other)
+            if step == 12:
+                owner.empty_()
+                other.empty_()
 
 
 @pytest.mark.kernel
-def test_a_call_that_stops_in_the_middle_leaves_no_wrong_expert(device):
-    """Slots that were to change hold nothing until all is copied."""
-    owner = residency(8, 3, device)
-    at, sizes = layout_of(owner), (8, 3)
+@pytest.mark.skipif(not KERNELS, reason="references read the plan of all experts")
+def test_plans_of_waves(device):
+    """Each wave has the tiles of its experts alone, and a wave without experts has none."""
+    experts, slots = 40, 9
+    owner, rows = residency(experts, slots, device), torch.zeros(1, 1, device=device).bfloat16()
+    g = torch.Generator().manual_seed(0)
+    for wanted in (30, 9, 4):
+        ids = torch.randint(wanted, (70, 3), generator=g, dtype=torch.int32).to(device)
+        plan = ops.plan_slots(ids, None, experts, "unquantized", torch.bfloat16)
+        rule = gemm_rule("unquantized", rows, [plan, ids, None])
+        sizes, tile = plan_sizes(210, experts, rule), row_tile(rule, 210, experts)
+        number = int(plan[0]) // tile
+        parts = [plan[at : at + number] for at in (sizes.experts_at, sizes.firsts_at)]
+        tiles = [plan[4:][: number * tile].view(-1, tile), *parts]
+        served = []
+        for wave in range(waves_of(experts, slots, 210)):
+            out = torch.full_like(plan, -7)
+            LEG.make_resident(owner, 1, (plan, ids, None), tile, wave, [(out, ids, None)])
+            mine = (owner.row_maps[1][tiles[1]] >= 0).nonzero().flatten()
+            served += mine.tolist()
+            assert out[0] == len(mine) * tile
+            if len(mine):
+                assert torch.equal(out[1:4], plan[1:4])
+            assert torch.equal(out[4:][: len(mine) * tile].view(-1, tile), tiles[0][mine])
+            expected = (owner.row_maps[1][tiles[1][mine]], tiles[2][mine])
+            for at, values in zip((sizes.experts_at, sizes.firsts_at), expected, strict=True):
+                assert torch.equal(out[at : at + len(mine)], values)
+        assert sorted(served) == [*range(number)]
 
-    def held():
-        return owner.state[at.held : at.last_use].tolist()
 
-    ops.make_resident(torch.tensor([[1, 4]], device=device), None, owner.state, *sizes)
-    assert held() == [-1, -1, -1]
-    ops.copy_experts(owner.table, owner.state, *sizes, 0, True)
-    assert held() == [1, 4, -1]
-    ops.make_resident(torch.tensor([[4, 5, 6]], device=device), None, owner.state, *sizes)
-    ops.copy_experts(owner.tables[0], owner.state, *sizes, 0, False)
-    assert held() == [-1, 4, -1]  # slot 0 has the first weight of expert 6 alone
-    ops.make_resident(torch.tensor([[4, 1, 5]], device=device), None, owner.state, *sizes)
-    ops.copy_experts(owner.table, owner.state, *sizes, 0, True)
-    assert held() == [1, 4, 5]
-    check_wave(owner, {1: 0, 4: 1, 5: 2})
+@pytest.mark.kernel
+def test_products_of_calls_that_are_interleaved(device):
+    """Another call may come between both products: the second then sees to its own experts."""
+    g = torch.Generator().manual_seed(0)
+    w1, w2 = (torch.randn(6, *s, generator=g).to(device) / 8 for s in ((32, 16), (16, 16)))
+    owner = residency_of_weights(ExpertWeight(w1), ExpertWeight(w2), 2)
+    calls = []
+    for _ in range(3):
+        x = torch.randn(5, 16, generator=g).to(device)
+        ids = torch.rand(5, 6, generator=g).argsort(1)[:, :2].to(device, torch.int32)
+        tiles = [ops.plan_slots(ids, None, 6, "unquantized", x.dtype), ids, None]
+        calls.append((x, tiles))
+
+    def product(a, number, tiles, *rest):
+        weights = [(w1, w2)[number]], whole_weights(owner)[number]
+        whole, out = (ops.expert_product(a, None, w, None, tiles, *rest) for w in weights)
+        assert torch.equal(out, whole)
+        return whole
+
+    def first(call):
+        return product(call[0], 0, call[1], 2, "unquantized", w1.dtype, "silu", True)
+
+    def second(h, call):
+        product(h, 1, call[1], 1, "unquantized", w1.dtype, "", True)
+
+    products = [first(call) for call in calls]
+    assert all(x is None or x.data_ptr() % 16 == 0 for x in (owner.ahead or [[]])[-1])
+    for h, call in zip(products, calls, strict=True):
+        second(h, call)
+        second(h, call)
+    for call in calls:
+        second(first(call), call)
+    for number in (2, 1, 2):
+        second(products[number], calls[number])
+    owner.empty_()
+    second(products[2], calls[2])
 
 
 def test_a_table_is_found_by_itself_alone(device):
     owner = residency(4, 2, device)
     assert [residency_of(table) for table in owner.tables] == [(owner, 0), (owner, 1)]
-    with pytest.raises(ValueError, match="table must be one of `tables` of a Residency"):
-        residency_of(owner.table.clone())
+    with pytest.raises(ValueError, match="must be one of `tables` of a Residency"):
+        residency_of(owner.tables[0].clone())
 
 
 SMALL = Amount(64, 4, 10**8)

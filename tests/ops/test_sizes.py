@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import INTERPRETED
-from operator_samples import BY_ADDRESS, called, keywords, overload
+from operator_samples import OF_WINDOWS, called, keywords, overload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -70,7 +70,7 @@ def refused(run):
     return False
 
 
-@pytest.mark.parametrize("qualified", [q for q in STAGES if q not in BY_ADDRESS])
+@pytest.mark.parametrize("qualified", [q for q in STAGES if q not in OF_WINDOWS])
 def test_other_sizes(qualified, device):
     """What a fake refuses a call refuses, too, and nothing else."""
     for call, extra in changed(qualified, device):
@@ -123,7 +123,7 @@ def test_fewer_rows_than_the_others_have(qualified, name, device):
 TILED = [
     q
     for q in STAGES
-    if "tiles" in [a.name for a in overload(q)._schema.arguments] and q not in BY_ADDRESS
+    if "tiles" in [a.name for a in overload(q)._schema.arguments] and q not in OF_WINDOWS
 ]
 
 

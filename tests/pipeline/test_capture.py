@@ -5,6 +5,9 @@ import torch
 from graphs import E, H, I, K, batch, capture, layer_of
 
 import moe_ops
+from moe_ops.pipeline.host_experts import host_experts, store
+from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tensors import ExpertWeight, ExpertWeights
 from moe_ops.testing import Problem, call, make_inputs
 
 
@@ -56,6 +59,37 @@ def test_no_host_sync_and_few_launches(tokens, most):
     kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     names = [e.name for e in kernels if "kernel" in e.name.lower() or "mem" in e.name.lower()]
     assert 0 < len(names) <= most, names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 700])
+def test_replays_with_experts_in_host_memory(tokens):
+    """One wave, several, and waves of half of the slots whose copies run on another stream."""
+    layer, inputs = layer_of(torch.bfloat16)
+    weights = ExpertWeights(ExpertWeight(inputs.w1), ExpertWeight(inputs.w2))
+    config, device = FusedMoEQuantConfig("unquantized"), inputs.w1.device
+    host = host_experts(store(weights, pinned=True), config, max(K, E // 2), device)
+
+    def on_host(x, logits):
+        weights, ids = moe_ops.fused_topk(x, logits, K, True)
+        return moe_ops.fused_experts(
+            x, host.w1, host.w2, weights, ids, quant_config=host.quant_config
+        )
+
+    x, logits = batch(tokens, dtype=torch.bfloat16)
+    assert torch.equal(on_host(x, logits), layer(x, logits))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_host(x, logits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph, out = capture(on_host, x, logits)
+    for seed in range(1, 9):
+        new_x, new_logits = batch(tokens, seed, torch.bfloat16)
+        x.copy_(new_x), logits.copy_(new_logits)
+        graph.replay()
+        assert torch.equal(out, layer(new_x, new_logits))
 
 
 @pytest.mark.gpu

@@ -103,7 +103,8 @@ def theirs(gate: Gate, router: torch.nn.Module, x: torch.Tensor) -> tuple[torch.
     """Logits, weights and ids of transformers."""
     bias = torch.linspace(-0.1, 0.1, E)
     if gate.model == "longcat_flash":
-        return functional.linear(x, router.classifier.weight), *router(x)
+        *_, weights, ids = router(x)  # of transformers 5.24 after logits
+        return functional.linear(x, router.classifier.weight), weights, ids
     if gate.model == "llama4":
         scores, logits = router(x)
         values, ids = scores.topk(gate.k)

@@ -171,9 +171,10 @@ def _many(problem: GemmProblem, _: Device) -> bool:
 
 
 def _has_one_sum(problem: GemmProblem) -> bool:
-    """Whether products are added up unscaled: those of scale groups need a second set of registers.
+    """Whether products are added up unscaled.
 
-    With it, and a product to store, the kernel's loop would spill.
+    Products of scale groups take a second set of registers. The kernel's loop would spill if the
+    kernel stored a product as well.
     """
     return problem.quant is None or problem.quant.shared_cols is None
 

@@ -40,7 +40,6 @@ from moe_ops.kernels._gemm.tile import (
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
-from moe_ops.kernels.align import sorted_slots
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -111,11 +110,10 @@ class DenseGemm:
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, tiles = problem.sizes, plan.config
-        self.sorts = own_plan(sizes, tiles)
-        if self.sorts:
+        if own_plan(sizes, tiles):
             sizes = with_own_plan(sizes, tiles)
         self.rule, self.part = sizes.rule, cuts_up(sizes, tiles)
-        self.programs = max_programs(sizes, tiles)
+        self.programs, self.num_experts = max_programs(sizes, tiles), sizes.num_experts
         self.launch = _launch(
             sizes.n, sizes.k, problem.top_k, problem.permuted, problem.activation, tiles,
             problem.adds,
@@ -123,10 +121,8 @@ class DenseGemm:
 
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
-        a, w, num_slots, tiles = operands.a, operands.weight.data, out.shape[0], operands.tiles
-        if self.sorts:
-            tiles = (sorted_slots(*tiles[1:], operands.num_experts, self.rule), *tiles[1:])
-        told = tile_arguments(tiles, num_slots, w.shape[0], operands.weight.rows)
+        a, w, num_slots = operands.a, operands.weight.data, out.shape[0]
+        told = tile_arguments(operands.tiles, num_slots, self.num_experts)
         if self.part and told[3] is None:  # a plan for Hopper's kernels, which do not serve
             plan = split_tiles(told[0], num_slots, told[4], self.rule, self.part)
             told = (plan, *told[1:-1], plan.shape[0])

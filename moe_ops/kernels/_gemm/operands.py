@@ -30,11 +30,14 @@ class GemmOperands(NamedTuple):
     """``(R * top_k, N)``: where the result before the activation is stored, in slot order, beside
     the activated result. None: it is not. Only kernels of families that keep products store it."""
 
+    experts: int | None = None
+    """El if the weight's tensors are the slots of experts in host memory; tiles then have rows of
+    slots in place of experts: see `moe_ops.kernels._gemm.rows`."""
+
     @property
     def num_experts(self) -> int:
-        """El, of which the weight's tensors may hold fewer: see `ExpertWeight.rows`."""
-        weight = self.weight
-        return (weight.data if weight.rows is None else weight.rows).shape[0]
+        """El."""
+        return self.weight.data.shape[0] if self.experts is None else self.experts
 
     @property
     def facts(self) -> tuple[Any, ...]:

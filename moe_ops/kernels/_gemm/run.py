@@ -13,12 +13,16 @@ from torch import Tensor
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.families import BY_NAME, Family
+from moe_ops.dispatch.families.portable import DENSE
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import SETTINGS, operands_of
 from moe_ops.dispatch.problem import STORED, GemmProblem, problem_of, without_sum
+from moe_ops.dispatch.tiles import TileRule, own_plan, with_own_plan
 from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels.align import sorted_slots
 from moe_ops.kernels.quantize import moe_quantize
+from moe_ops.kernels.residency import waves
 from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
 from moe_ops.scheme import Quant
 
@@ -33,9 +37,11 @@ class Prepared(NamedTuple):
     dtype: torch.dtype
     kernel: Kernel | None
     """The kernel to run; None if the result has no rows."""
-    quant: Quant | None
+    quant: Quant | None = None
     """How rows are quantized before the GEMM; None if they are not."""
-    keeps_product: bool
+    sorts_by: TileRule | None = None
+    """The rule of the plan if slots are sorted again; None: the kernel reads the call's plan."""
+    keeps_product: bool = True
     """Whether the kernel stores the product before the activation if it is given a place."""
 
 
@@ -74,17 +80,19 @@ def call_gemm(
         result = empty()
         named = operands._asdict() | dict(zip(SETTINGS, settings, strict=False))
         problem = problem_of(operands_of(operator, named))
-        prepared = Prepared(
-            result.shape, result.dtype, *_ready(problem, facts, config, tuned.TABLES)
-        )
+        result_of = Prepared(result.shape, result.dtype, None)
+        waits = operands.weight.host is not None
+        prepared = _prepared(result_of, problem, facts, config, tuned.TABLES, in_waves=waits)
         if len(PREPARED) >= MOST:
             PREPARED.clear()
         PREPARED[key] = prepared
     else:
         result = operands.a.new_empty(prepared.shape, dtype=prepared.dtype) if out is None else out
+    if prepared.kernel is None:
+        return result
     if operands.product is not None and not prepared.keeps_product:
         operands = _product_apart(operands, settings)
-    _run(result, operands, prepared.kernel, prepared.quant)
+    _run(result, operands, prepared, prepared.kernel)
     return result
 
 
@@ -97,18 +105,20 @@ def _product_apart(operands: GemmOperands, settings: tuple[Any, ...]) -> GemmOpe
     return operands
 
 
-def _run(out: Tensor, operands: GemmOperands, kernel: Kernel | None, quant: Quant | None) -> None:
-    """Fill ``out``, after quantizing the rows if ``quant`` is given."""
-    if kernel is None:
-        return
+def _run(out: Tensor, operands: GemmOperands, prepared: Prepared, kernel: Kernel) -> None:
+    """Fill ``out``, after all that comes before the kernel."""
     if operands.a.stride(1) != 1:
         operands = operands._replace(a=operands.a.contiguous())
-    if quant is not None:
-        routing = operands.tiles[1:]
+    _, ids, expert_map = operands.tiles
+    if prepared.quant is not None:
         rows, scale = moe_quantize(
-            operands.a, operands.a_scale, None, *routing, operands.num_experts, quant.key
-        )
+            operands.a, operands.a_scale, None, ids, expert_map, operands.num_experts,
+            prepared.quant.key,
+        )  # fmt: skip
         operands = operands._replace(a=rows, a_scale=scale)
+    if prepared.sorts_by is not None:
+        plan = sorted_slots(ids, expert_map, operands.num_experts, prepared.sorts_by)
+        operands = operands._replace(tiles=(plan, ids, expert_map))
     kernel(out, operands)
 
 
@@ -118,22 +128,48 @@ def launcher(family: Family) -> Callable[..., Kernel]:
 
 
 @lru_cache(maxsize=8192)
-def _ready(
-    problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
-) -> tuple[Kernel | None, Quant | None, bool]:
-    """The kernel, how to quantize rows before it, and whether it stores products.
-
-    None for a step that is not needed.
-    """
+def _prepared(
+    result: Prepared,
+    problem: GemmProblem,
+    device: Device,
+    config: KernelTiles | None,
+    tables: tuned.Tables,
+    *,
+    in_waves: bool,
+) -> Prepared:
+    """The kernel of a problem, and the steps before it."""
     if problem.sizes.num_slots == 0:
-        return None, None, True
-    plan = plan_gemm(problem, device, config=config)
+        return result
+    plan, sizes = plan_gemm(problem, device, config=config), problem.sizes
     before = problem.rows != STORED and not plan.quantizes_rows
     family, quant = BY_NAME[plan.kernel], problem.quant if before else None
-    make = launcher(family)
-    if problem.summed and not family.sums:
-        return SumAfter(make(without_sum(problem), plan)), quant, False
-    return make(problem, plan), quant, family.keeps_product(problem)
+    sorts = family is DENSE and own_plan(sizes, plan.config)
+    if sorts:
+        sizes = with_own_plan(sizes, plan.config)
+    apart = problem.summed and not family.sums
+    kernel = launcher(family)(without_sum(problem) if apart else problem, plan)
+    if in_waves:
+        kernel = InWaves(kernel, sizes.row_tile)
+    if apart:
+        kernel = SumAfter(kernel)
+    return result._replace(
+        kernel=kernel,
+        quant=quant,
+        sorts_by=sizes.rule if sorts else None,
+        keeps_product=not apart and family.keeps_product(problem),
+    )
+
+
+class InWaves:
+    """A GEMM kernel that runs in each wave of a weight in host memory, into the same rows."""
+
+    def __init__(self, gemm: Kernel, row_tile: int) -> None:
+        self.gemm, self.row_tile = gemm, row_tile
+
+    def __call__(self, out: Tensor, operands: GemmOperands) -> None:
+        """Launch the kernel for each wave."""
+        for wave in waves(operands, self.row_tile):
+            self.gemm(out, wave)
 
 
 class SumAfter:

@@ -209,14 +209,15 @@ class ScaledGemm:
     """The portable kernel for two quantized operands, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
-        self.quant, self.programs = problem.quant, max_programs(problem.sizes, plan.config)
+        self.quant, self.num_experts = problem.quant, problem.sizes.num_experts
+        self.programs = max_programs(problem.sizes, plan.config)
         self.launch = _launch(Variant.of(problem), plan.config)
 
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
         a, a_scale, w = operands.a, operands.a_scale, operands.weight.data
         scales, bias = (dense(a_scale), dense(operands.weight.scale)), dense(operands.weight.bias)
-        told = tile_arguments(operands.tiles, out.shape[0], w.shape[0], operands.weight.rows)
+        told = tile_arguments(operands.tiles, out.shape[0], self.num_experts)
         strides = _scale_strides(a, a_scale, self.quant)
         self.launch(
             (self.programs,), a, scales[0], w, scales[1], bias, out, operands.product, *told,

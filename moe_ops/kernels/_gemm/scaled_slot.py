@@ -152,14 +152,14 @@ class SlotGemm:
         sizes, tiles = problem.sizes, plan.config
         at_once = 32 * tiles.num_warps * BYTES_AT_ONCE // sizes.itemsize
         chunk = min(next_power_of_2(sizes.k), at_once)
-        self.programs = max_programs(sizes, tiles)
+        self.programs, self.num_experts = max_programs(sizes, tiles), sizes.num_experts
         self.launch = _launch(Variant.of(problem), chunk, tiles)
 
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program per slot and tile of columns."""
         a, w = operands.a, operands.weight.data
         scales = dense(operands.a_scale), dense(operands.weight.scale)
-        told = tile_arguments(operands.tiles, out.shape[0], w.shape[0], operands.weight.rows)
+        told = tile_arguments(operands.tiles, out.shape[0], self.num_experts)
         bias = dense(operands.weight.bias)
         self.launch(
             (self.programs,), a, scales[0], w, scales[1], bias, out, *told, a.stride(0), *w.stride()

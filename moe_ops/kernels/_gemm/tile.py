@@ -12,10 +12,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from moe_ops.dispatch.tile_plan import plan_to_read
-from moe_ops.kernels._gemm.rows import map_in_rows, plan_in_rows
 from moe_ops.kernels._runtime.slots import HEADER, experts_of
 from moe_ops.tensors import AnyTiles
 
@@ -23,23 +21,12 @@ COUNTED = ["num_slots", "num_ids", "num_experts", "num_entries"]
 """Integer arguments that kernels are not specialized for (``do_not_specialize``)."""
 
 
-def tile_arguments(
-    tiles: AnyTiles, num_slots: int, num_experts: int, rows: Tensor | None = None
-) -> tuple[Any, ...]:
-    """The plan arguments of a kernel: ``tiles, expert_map, num_slots, num_ids, ...``.
-
-    With ``rows`` (of an `ExpertWeight`) kernels find rows in place of experts: see
-    `moe_ops.kernels._gemm.rows`.
-    """
-    if rows is not None:
-        num_experts = rows.shape[0]
+def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
+    """The plan arguments of a kernel: ``tiles, expert_map, num_slots, num_ids, ...``."""
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is not None:
-        plan = plan if rows is None else plan_in_rows(plan, rows)
         return plan, None, num_slots, None, num_experts, plan.shape[0]
     _, topk_ids, expert_map = tiles
-    if rows is not None:
-        expert_map = map_in_rows(expert_map, rows)
     if expert_map is None:
         return topk_ids.contiguous(), None, num_slots, num_experts, num_experts, 0
     num_ids = expert_map.shape[0]

@@ -248,7 +248,7 @@ class StoredGemm:
             *map(dense, self.vectors(operands)),
             out,
             operands.product,
-            *tile_arguments(operands.tiles, out.shape[0], num_experts, operands.weight.rows),
+            *tile_arguments(operands.tiles, out.shape[0], self.problem.sizes.num_experts),
             a.stride(0),
             *scale_strides(operands.a_scale, self.scheme.activation, num_experts),
             *w.stride(),

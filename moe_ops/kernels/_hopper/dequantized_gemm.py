@@ -238,8 +238,8 @@ class DecodeGemm:
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
         c = constants(self.problem, self.tiles, variant_of(self.problem, operands))
-        weight, experts = operands.weight, operands.weight.data.shape[0]
-        told = tile_arguments(operands.tiles, out.shape[0], experts, weight.rows)
+        weight = operands.weight
+        told = tile_arguments(operands.tiles, out.shape[0], self.problem.sizes.num_experts)
         quant = get_scheme(self.problem.scheme).activation
         words, scale = c.words.of(weight.data), weight.scale
         scales = c.scales.of(scale) if c.STAGE_GROUPS else None

@@ -13,7 +13,6 @@ from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import JOB_CTAS, JOB_REGISTERS, Jobs, count_sums, divide
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._gemm.rows import map_in_rows
 from moe_ops.kernels._hopper.dequantized_gemm import Constants, Variant, constants, variant_of, wide
 from moe_ops.kernels._hopper.dequantized_jobs import ROWS, WARPS
 from moe_ops.kernels._hopper.dequantized_slot import hopper_decode_slot_kernel
@@ -112,8 +111,6 @@ class DecodeJobs:
         weight = operands.weight
         w, scale, zeros = weight.data, dense(weight.scale), dense(weight.zero_point)
         _, topk_ids, expert_map = operands.tiles
-        if weight.rows is not None:
-            expert_map = map_in_rows(expert_map, weight.rows)
         groups = scale.shape[1] if scale.ndim == 3 else 1
         early = operands.early and all_dense(weight.scale, weight.zero_point, topk_ids, expert_map)
         variant = variant_of(self.problem, operands)

@@ -138,6 +138,7 @@ class HopperGemm:
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, quant, tiles = problem.sizes, problem.quant, plan.config
+        self.num_experts = sizes.num_experts
         numbers = (problem.operand_itemsize, sums_integers(get_scheme(problem.scheme)))
         rows = RowFacts(*numbers, quant is not None and quant.per_tensor, problem.weighted)
         self.constants = constants(
@@ -150,8 +151,7 @@ class HopperGemm:
 
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles."""
-        weight = operands.weight
-        told = tile_arguments(operands.tiles, out.shape[0], weight.data.shape[0], weight.rows)
+        told = tile_arguments(operands.tiles, out.shape[0], self.num_experts)
         scales = operands.topk_weights if self.constants.WEIGHTED else operands.a_scale
         vectors = dense(scales), dense(operands.weight.scale), dense(operands.weight.bias)
         if self.gathered:

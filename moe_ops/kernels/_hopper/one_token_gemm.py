@@ -8,7 +8,6 @@ from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._gemm.rows import map_in_rows
 from moe_ops.kernels._hopper.boxes import Boxes
 from moe_ops.kernels._hopper.one_token import hopper_token_kernel, hopper_token_sum_kernel
 from moe_ops.kernels._hopper.one_token_sizes import TokenSizes, token_sizes
@@ -36,9 +35,7 @@ class TokenGemm:
 
         The sum is ``out = sum_j weights[j] * round(a[j] @ w[e].T + bias[e])``.
         """
-        (w, bias, scale, *_, rows), (_, topk_ids, expert_map) = operands.weight, operands.tiles
-        if rows is not None:
-            expert_map = map_in_rows(expert_map, rows)
+        (w, bias, scale, *_), (_, topk_ids, expert_map) = operands.weight, operands.tiles
         early = operands.early and all_dense(scale, topk_ids, expert_map)
         ready = self.kernels.get(early)
         if ready is None:
