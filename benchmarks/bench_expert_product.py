@@ -2,7 +2,8 @@
 
 ``expert_product`` is both GEMMs of a layer; where a layer lets it quantize its rows, its time
 includes that. ``expert_product_sum`` is the second GEMM with the weighted sum, which a layer that
-runs eagerly calls for one token only. ``expert_product.out`` adds the product of an adapter's
+runs eagerly calls for one token only. ``activated_product`` is the first GEMM where gradients are
+asked for: it also stores its product. ``expert_product.out`` adds the product of an adapter's
 second factor, of rank 16.
 
 ``dense_mm`` is one matrix product of the same flops that ignores the experts: the bound where a
@@ -37,6 +38,21 @@ def cases(layer: Layer) -> Iterator[Case]:
     yield from _baselines("w1", layer.experts.w1, slots, active)
     yield from _baselines("w2", layer.experts.w2, slots, active)
     yield _adapter(layer, layer.experts.w1, slots)
+    yield _recorded(layer, layer.experts.w1, slots)
+
+
+def _recorded(layer: Layer, w: Tensor, slots: int) -> Case:
+    experts, n, k = w.shape
+    x, ids = layer.inputs.x, layer.inputs.topk_ids
+    tiles = [ops.plan_slots(ids, None, experts, "unquantized", w.dtype), ids, None]
+    call = (x, None, [w], None, tiles, ids.shape[1], "unquantized", w.dtype, "silu", True)
+    written = slots * (n + n // 2) * w.itemsize
+    return Case(
+        "activated_product:w1",
+        lambda: ops.activated_product(*call),
+        nbytes(x, w[: layer.inputs.num_active]) + written,
+        2 * slots * n * k,
+    )
 
 
 def _adapter(layer: Layer, w: Tensor, slots: int) -> Case:

@@ -60,12 +60,14 @@ def layer(
     config: FusedMoEQuantConfig | None = None,
     lora: tuple[list[Tensor], Tensor] | None = None,
     batched: bool = False,
+    rounds_product: bool = True,
 ) -> Tensor:
     """The layer in the dtype of ``inputs``, rounded to ``dtype`` where our backward pass rounds.
 
     With a ``config`` rows are quantized; weights are given dequantized. ``lora``: scaled factors
     ``(L, E, ..)`` of both weights, and each token's adapter. ``batched``: the rows of experts and
-    their gradients are rounded, as they are in the Batched format.
+    their gradients are rounded, as they are in the Batched format, where gradients of router
+    weights read these rows. ``rounds_product``: whether they are those of the rounded product.
     """
     x, w1, w2, weights, _, _, b1, b2 = inputs
     expert = chosen(inputs)
@@ -99,12 +101,16 @@ def layer(
     on_input, on_output = (weight, 1.0) if problem.on_input else (1.0, weight)
     rows = Rounding.apply(x[token] * on_input, dtype, True)
     rows = rounded(rows) if batched else rows
-    h = product(stored(Rounding.apply(rows, dtype, True), scales[0]), w1)
-    h = rounded(h if b1 is None else h + b1[expert])
-    h = rounded(h + low(rows, 0))
-    h = rounded(FORMULAS[problem.activation](*halves(h, problem.activation)))
+    sums = product(stored(Rounding.apply(rows, dtype, True), scales[0]), w1)
+    sums = sums if b1 is None else sums + b1[expert]
+    f = FORMULAS[problem.activation]
+    unrounded = rounded(f(*halves(sums, problem.activation)))
+    h = rounded(rounded(sums) + low(rows, 0))
+    h = rounded(f(*halves(h, problem.activation)))
     if batched:
         y = product(rounded(stored(h, scales[1])), w2)
+        if not rounds_product:
+            y = y + (product(rounded(stored(unrounded, scales[1])), w2) - y).detach()
         y = rounded(y if b2 is None else y + b2[expert]) * on_output
         return rounded(torch.zeros_like(x).index_add(0, token, y))
     # The gradient of this product is that of rows without router weights, and is rounded as such.
@@ -145,13 +151,13 @@ def assert_gradients(
     found: dict[str, Tensor],
     grad: Tensor,
     config: FusedMoEQuantConfig | None = None,
-    batched: bool = False,
+    **rounding: bool,
 ) -> None:
     """Every gradient is as close to float64's as the roundings of ours allow.
 
     Budgets are per token, per expert, and for router weights for all of them. With a ``config``
-    weights are given dequantized, and the reference quantizes rows and rounds weights. ``batched``:
-    see `layer`.
+    weights are given dequantized, and the reference quantizes rows and rounds weights.
+    ``rounding``: see `layer`.
     """
     both = []
     for dtype in (torch.float64, torch.float32):
@@ -161,7 +167,7 @@ def assert_gradients(
         else:
             near = [w.detach().to(problem.dtype).float() for w in (given.w1, given.w2)]
             frozen = given if config is None else given._replace(w1=near[0], w2=near[1])
-            out = layer(problem, frozen, problem.dtype, config, batched=batched)
+            out = layer(problem, frozen, problem.dtype, config, **rounding)
         both.append(gradients(out, given, grad.cpu()))
     exact, reference = both
     for name, actual in found.items():

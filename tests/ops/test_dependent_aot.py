@@ -185,10 +185,15 @@ def on_hopper(request):
     """Kernels by name, as their launchers make them; without --exhaustive the first of each."""
     once = not request.config.getoption("exhaustive")
     found = compiled(90, aot_launches.launch_samples(STAGES), once=once)
-    early = compiled(90, aot_launches.launch_early, once=once)
-    for name, more in [*compiled(90, aot_launches.launch_more, once=once).items(), *early.items()]:
-        found.setdefault(name, []).extend(more)
+    others = (aot_launches.launch_more, aot_launches.launch_early, launch_host_memory)
+    for launch in others:
+        for name, more in compiled(90, launch, once=once).items():
+            found.setdefault(name, []).extend(more)
     return found
+
+
+def launch_host_memory(empty):
+    aot_launches.launch_residency(empty, 4, 2)
 
 
 @pytest.mark.parametrize("name", kernels())

@@ -58,7 +58,7 @@ def test_gradients(kind, problem, device):
         problem = problem.with_(top_k=min(problem.top_k, experts), **few)
     s, grad = differentiable(problem, kind, device), grad_of(problem)
     found = gradients(s.apply(), s.inputs, grad.to(device))
-    assert_gradients(problem, s.inputs, found, grad, batched=True)
+    assert_gradients(problem, s.inputs, found, grad, batched=True, rounds_product=kind in SEPARATE)
 
 
 @pytest.mark.parametrize("on_input", [False, True])
@@ -86,7 +86,9 @@ def test_each_alone(kind, on_input, name, device):
     s, grad = differentiable(problem, kind, device, (name,)), grad_of(problem)
     found = gradients(s.apply(), s.inputs, grad.to(device))
     assert [*found] == [name]
-    assert_gradients(problem, s.inputs, found, grad, batched=kind in BATCHES)
+    assert_gradients(
+        problem, s.inputs, found, grad, batched=kind in BATCHES, rounds_product=kind in SEPARATE
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,9 @@ def test_parts_of_a_call(kind, options, device):
     if not options:
         s.kernel.prepare_finalize.max_num_tokens = 4
     found = gradients(s.apply(), s.inputs, grad.to(device))
-    assert_gradients(PROBLEM, s.inputs, found, grad, batched=kind in BATCHES)
+    assert_gradients(
+        PROBLEM, s.inputs, found, grad, batched=kind in BATCHES, rounds_product=kind in SEPARATE
+    )
 
 
 def test_micro_batches_and_shared_experts(device):
