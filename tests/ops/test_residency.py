@@ -145,20 +145,23 @@ def test_the_kernel_decides_as_the_reference(device):
 @pytest.mark.kernel
 @pytest.mark.skipif(not KERNELS, reason="references read the plan of all experts")
 def test_plans_of_waves(device):
-    """Each wave has the tiles of its experts alone, and a wave without experts has none."""
-    experts, slots = 40, 9
-    owner, rows = residency(experts, slots, device), torch.zeros(1, 1, device=device).bfloat16()
-    g = torch.Generator().manual_seed(0)
-    for wanted in (30, 9, 4):
-        ids = torch.randint(wanted, (70, 3), generator=g, dtype=torch.int32).to(device)
+    """Each wave has the tiles of its experts alone, and a wave without experts has none.
+
+    In the last case there are more blocks of tiles than programs.
+    """
+    rows, g = torch.zeros(1, 1, device=device).bfloat16(), torch.Generator().manual_seed(0)
+    cases = ((40, 9, 30, (70, 3)), (40, 9, 9, (70, 3)), (40, 9, 4, (70, 3)), (2, 1, 2, (14000, 1)))
+    for experts, slots, wanted, shape in cases:
+        owner, num_ids = residency(experts, slots, device), shape[0] * shape[1]
+        ids = torch.randint(wanted, shape, generator=g, dtype=torch.int32).to(device)
         plan = ops.plan_slots(ids, None, experts, "unquantized", torch.bfloat16)
         rule = gemm_rule("unquantized", rows, [plan, ids, None])
-        sizes, tile = plan_sizes(210, experts, rule), row_tile(rule, 210, experts)
+        sizes, tile = plan_sizes(num_ids, experts, rule), row_tile(rule, num_ids, experts)
         number = int(plan[0]) // tile
         parts = [plan[at : at + number] for at in (sizes.experts_at, sizes.firsts_at)]
         tiles = [plan[4:][: number * tile].view(-1, tile), *parts]
         served = []
-        for wave in range(waves_of(experts, slots, 210)):
+        for wave in range(waves_of(experts, slots, num_ids)):
             out = torch.full_like(plan, -7)
             LEG.make_resident(owner, 1, (plan, ids, None), tile, wave, [(out, ids, None)])
             mine = (owner.row_maps[1][tiles[1]] >= 0).nonzero().flatten()
