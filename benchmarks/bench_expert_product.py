@@ -45,11 +45,12 @@ def _recorded(layer: Layer, w: Tensor, slots: int) -> Case:
     experts, n, k = w.shape
     x, ids = layer.inputs.x, layer.inputs.topk_ids
     tiles = [ops.plan_slots(ids, None, experts, "unquantized", w.dtype), ids, None]
-    call = (x, None, [w], None, tiles, ids.shape[1], "unquantized", w.dtype, "silu", True)
-    written = slots * (n + n // 2) * w.itemsize
+    top_k, scheme, written = ids.shape[1], "unquantized", slots * (n + n // 2) * w.itemsize
     return Case(
         "activated_product:w1",
-        lambda: ops.activated_product(*call),
+        lambda: ops.activated_product(
+            x, None, [w], None, tiles, top_k, scheme, w.dtype, "silu", expert_order=True
+        ),
         nbytes(x, w[: layer.inputs.num_active]) + written,
         2 * slots * n * k,
     )
