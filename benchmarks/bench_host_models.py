@@ -72,7 +72,7 @@ class HostModelRow:
     runs: int = 0
     """Steps that were timed, of which each wants other experts."""
     tokens_per_s: float | None = None
-    """By the average time of a step, ``time_us``."""
+    """Tokens of all sequences in a step over ``time_us``, the average time of a step."""
     time_us: float | None = None
     p10_us: float | None = None
     p90_us: float | None = None

@@ -123,8 +123,9 @@ class ExpertWeight(NamedTuple):
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
     host: Tensor | None = None
-    """One of `Residency.tables` (`moe_ops.residency`) if the experts are in host memory. The
-    tensors above then have the shapes, dtypes and device of all experts, and no numbers."""
+    """The experts' addresses in host memory, a table of `moe_ops.residency.Residency`; None: the
+    experts are on the device. With a table, the tensors above have the shapes, dtypes and device of
+    all experts, and no numbers."""
 
 
 AnyWeight = Sequence[Any]

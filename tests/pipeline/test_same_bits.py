@@ -121,7 +121,7 @@ def test_modular_kernels(kind, tokens, scheme, has_bias, device):
 @pytest.mark.kernel
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "mxfp4_w4a16"])
 def test_layers(scheme, device):
-    """Train and eval, frozen and not, with adapters and a shared expert; recomputed, compiled."""
+    """Train and eval, frozen and not, with a shared expert; recomputed, compiled."""
     plain = moe_ops.FusedMoE(6, 2, 128, 128, n_shared_experts=1, device=device)
     g = torch.Generator().manual_seed(0)
     for p in plain.parameters():
