@@ -269,12 +269,9 @@ def check_captured(rank, ranks):
         outs = both()
     g = torch.Generator().manual_seed(rank)
     for replay in range(1000):
-        ids = torch.stack(
-            [torch.randperm(E, generator=g)[:K] for _ in range(len(static["topk_ids"]))]
-        )
-        if len(ids):
-            static["topk_ids"].copy_(ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.1, -1))
-            static["hidden_states"].normal_()
+        ids = torch.rand(len(static["topk_ids"]), E, generator=g).argsort(1)[:, :K]
+        static["topk_ids"].copy_(ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.1, -1))
+        static["hidden_states"].normal_()
         graph.replay()
         if replay % 50 == 0:
             expected = oracle.apply(**static)
