@@ -214,7 +214,10 @@ class Experts:
             exact = [schemes.exact_rows(weight, self.scheme) for weight in self.stored]
             if all(bool(x.all()) for x in exact):
                 return self._as_fp8(held)
-        reads = [reads_packed(w.data, self.scheme, torch.bfloat16) for w in self.stored]
+        reads = [
+            reads_packed(w.data, self.scheme, torch.bfloat16, activation=activation)
+            for w, activation in zip(self.stored, (self.activation, ""), strict=True)
+        ]
         return self.in_fragments([which for which, read in enumerate(reads, start=1) if read])
 
     def in_fragments(self, which: Collection[int]) -> Experts:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.dispatch.problem import splits_chunks
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.rank_checks import check_own_weights
@@ -54,17 +55,19 @@ class ConvertsForms(HoldsExperts):
 
         ``process_weights_after_loading``, which `load_checkpoint` calls, does so by itself where a
         kernel of the layer's GPU reads that form. Each of ``w13`` and ``w2`` is packed if its sizes
-        allow it (see `packs`). Parameters are replaced, one weight after the other: capture CUDA
+        allow it (see `packs`), and neither if I is no multiple of 64 under a gate whose rows do not
+        alternate. Parameters are replaced, one weight after the other: capture CUDA
         graphs after this call.
 
         Raises:
-            ValueError, NotImplementedError: neither weight has a packed form; ``layer.kernel`` was
+            ValueError, NotImplementedError: neither weight is packed; ``layer.kernel`` was
                 set, whose experts hold the scales of the plain form.
         """
         sizes, scheme = self.sizes.weights, self.sizes.plain.scheme
-        able = tuple(which for which in WEIGHTS if packs(scheme, *sizes[which]))
-        if not able:
-            check_packed("w13_weight", self.w13_weight, scheme, *sizes["w13"])
+        able = [which for which in WEIGHTS if packs(scheme, *sizes[which])]
+        if not able or splits_chunks(sizes["w13"][0], self.activation):
+            for which, size in sizes.items():
+                check_packed(f"{which}_weight", getattr(self, f"{which}_weight"), scheme, *size)
         self._convert(dict.fromkeys(able, PACKED))
 
     def as_fp8_(self) -> None:
@@ -203,9 +206,13 @@ def convert_for_device(layer: HoldsExperts) -> None:
         return
     forms, device = forms_of(layer), layer.compute_device
     for which, form in forms.items():
-        weight, invariant = getattr(layer, f"{which}_weight"), layer.batch_invariant
         reads = form == PLAIN and reads_packed(
-            weight, layer.scheme, layer.sizes.dtype, device, batch_invariant=invariant
+            getattr(layer, f"{which}_weight"),
+            layer.scheme,
+            layer.sizes.dtype,
+            device,
+            batch_invariant=layer.batch_invariant,
+            activation=layer.activation if which == "w13" else "",
         )
         if reads:
             forms[which] = PACKED

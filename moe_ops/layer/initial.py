@@ -99,7 +99,8 @@ def warn_if_empty(scales: Iterable[Tensor | None]) -> bool:
             return False
         if scale.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        if scale.data.view(torch.uint8).any():
+        # Some formats of one byte lack `any`; larger numbers have no bytes unless K is innermost.
+        if (scale.data.view(torch.uint8) if scale.element_size() == 1 else scale.data).any():
             return False
     text = (
         "a quantized FusedMoE runs before anything was loaded into it: all of its scales are zeros "

@@ -170,14 +170,14 @@ def _plans(
         slots = num_experts * most
     if most is not None or not fused:  # rows are grouped by expert
         top_k, tokens = 1, None
-    activation = kind_and_key(config.activation)[1] if fused else ""
+    of_layer = kind_and_key(config.activation)[1]
     arch = device.arch if tokens is not None else BY_EXPERT
     rule = rule_of(scheme.key, dtype.itemsize, arch, device.row_tile, config.batch_invariant)
     gates = 2 if config.is_act_and_mul else 1
 
     def plan(n: int, k: int, activation: str, top_k: int) -> tuple[GemmPlan, PassedOver]:
-        shape = (num_experts, n, k)
-        fragments = serves_packed(shape, scheme, dtype, device, config.batch_invariant)
+        shape, invariant = (num_experts, n, k), config.batch_invariant
+        fragments = serves_packed(shape, scheme, dtype, device, invariant, activation)
         operands = layer_operands(
             shape,
             scheme,
@@ -186,7 +186,7 @@ def _plans(
             slots,
             num_tokens=tokens,
             top_k=top_k,
-            activation=activation,
+            activation=activation if fused else "",
             fragments=fragments,
         )
         if most is not None and operands.a_scale is not None:
@@ -196,4 +196,4 @@ def _plans(
         problem = problem_of(operands)
         return plan_gemm(problem, device), passed_over(problem, device)
 
-    return plan(gates * width, hidden, activation, top_k), plan(hidden, width, "", 1)
+    return plan(gates * width, hidden, of_layer, top_k), plan(hidden, width, "", 1)

@@ -23,6 +23,7 @@ def reads_packed(
     device: torch.device | None = None,
     *,
     batch_invariant: bool = False,
+    activation: str = "",
 ) -> bool:
     """Whether a kernel of the GPU that multiplies a weight reads the weight's packed form.
 
@@ -32,13 +33,15 @@ def reads_packed(
         dtype: dtype of the rows that the weight is multiplied with.
         device: where it is multiplied; None: where it is.
         batch_invariant: whether the GEMM is batch-invariant.
+        activation: key of the activation that the GEMM applies to its product; empty: none.
     """
     device = device or w.device
     if scheme.weight is None or known_arch(device) is None:
         return False
     experts, n, width = w.shape
     shape = (experts, n, width * scheme.numbers_per_entry(w.dtype))
-    return serves_packed(shape, scheme, dtype, device_facts(device), batch_invariant)
+    facts = device_facts(device)
+    return serves_packed(shape, scheme, dtype, facts, batch_invariant, activation)
 
 
 def serves_packed(
@@ -47,6 +50,7 @@ def serves_packed(
     dtype: torch.dtype,
     device: Device,
     batch_invariant: bool,
+    activation: str = "",
 ) -> bool:
     """Whether a kernel of a GPU reads the packed form of a weight ``(E, N, K)``.
 
@@ -55,7 +59,8 @@ def serves_packed(
     if not packs(scheme, *shape[1:]) or not dequantizes(scheme, dtype):
         return False
     rule = rule_of(scheme.key, dtype.itemsize, device.arch, device.row_tile, batch_invariant)
-    operands = layer_operands(shape, scheme, dtype, rule, 1, fragments=True)
+    more = {"fragments": True, "activation": activation}
+    operands = layer_operands(shape, scheme, dtype, rule, 1, **more)
     try:
         plan_gemm(problem_of(operands), device)
     except NotImplementedError:

@@ -107,13 +107,17 @@ class Subject:
         experts, width, hidden = self.sizes
         return (experts, 2 * width, hidden) if which == 1 else (experts, hidden, width)
 
+    def _activation(self, which: int) -> str:
+        return "silu" if which == 1 else ""
+
     def in_fragments(self, which: int) -> bool:
         """Whether the weight of GEMM 1 or 2 is packed."""
-        return serves_packed(self._weight(which), self.scheme, DTYPE, self.device, False)
+        how, activation = (DTYPE, self.device, False), self._activation(which)
+        return serves_packed(self._weight(which), self.scheme, *how, activation)
 
     def problem(self, num_tokens: int, which: int) -> GemmProblem:
         """GEMM 1 or 2 of the layer."""
-        activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
+        activation, top_k = self._activation(which), self.top_k if which == 1 else 1
         facts = self.device.arch, self.device.row_tile
         rule = rule_of(self.scheme.key, DTYPE.itemsize, *facts, False)
         operands = layer_operands(

@@ -358,7 +358,7 @@ def test_gemms_are_timed_with_the_plans_of_the_layer(monkeypatch):
     for name in import_module("bench_expert_product").SCHEMES:
         experts = meta_experts(problem, name)
         packed = packs(experts.scheme, 1536, 2048)
-        monkeypatch.setattr(problems, "reads_packed", lambda *_, packed=packed: packed)
+        monkeypatch.setattr(problems, "reads_packed", lambda *_, packed=packed, **__: packed)
         monkeypatch.setattr(stages, "_experts", lambda *_, experts=experts: experts)
         told = moe_ops.explain(layer, experts.scheme, num_tokens=(1, 64, 4096), device="sm_90")
         for cost in told.costs:
@@ -399,7 +399,7 @@ def test_weights_that_a_layer_holds_as_fp8(monkeypatch):
         experts = problems.make_experts(problem, name, device)
         inputs = problems.make_inputs(problem, 5, "uniform", device)
         assert experts.loaded is experts  # on a CPU
-        monkeypatch.setattr(problems, "gains_by_fp8", lambda *given: True)
+        monkeypatch.setattr(problems, "gains_by_fp8", lambda *_, **__: True)
         del experts.__dict__["loaded"]
         loaded = experts.loaded
         assert loaded.w1.dtype == loaded.w2.dtype == torch.float8_e4m3fn
@@ -418,7 +418,7 @@ def test_weights_as_a_layer_keeps_them(monkeypatch):
     experts = problems.make_experts(problem, "mxfp4_w4a16", device)
     inputs = problems.make_inputs(problem, 5, "uniform", device)
     assert experts.loaded is experts  # no kernel reads the packed form on a CPU
-    monkeypatch.setattr(problems, "reads_packed", lambda *given: True)
+    monkeypatch.setattr(problems, "reads_packed", lambda *_, **__: True)
     del experts.__dict__["loaded"]
     loaded = experts.loaded
     assert loaded.w1.dtype == loaded.w2.dtype == torch.int32

@@ -78,8 +78,9 @@ def test_kernels_that_decode():
     assert tried(64) == tried(256) == [DECODE_FEW]
     assert tried(512) == [DECODE_FEW, DECODE_MANY] and tried(4096) == [DECODE_MANY]
     assert tried(1, 64) == [DECODE_FEW] and tried(1, 128) == [DECODE_FEW]
-    narrow = subject(MXFP4, (128, 704 + 32, 2048))  # no whole chunks along K of GEMM 2
-    assert [narrow.in_fragments(which) for which in (1, 2)] == [True, False]
+    # No whole chunks of gate rows, nor along K of GEMM 2.
+    narrow = subject(MXFP4, (128, 704 + 32, 2048))
+    assert [narrow.in_fragments(which) for which in (1, 2)] == [False, False]
     assert [kernel_of(t) for t in narrow.beginnings(512, 2)] == [None]
 
 

@@ -16,9 +16,13 @@ from moe_ops.pipeline import forms
 
 E, K, H, I, T = 4, 2, 128, 64, 5  # noqa: E741
 SCHEMES = ["int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16", "fp8_w8a16", "int4_w4a8_g128"]
+WIDTHS = [(s, width) for s in SCHEMES for width in (I, 96) if (s, width) != ("nvfp4_w4a16", 96)]
+"""Schemes and I; nvfp4's gate and up rows, which alternate with 96, must share a global scale."""
 
 
 def make(scheme, width=I, **options):
+    """A layer, whose gate and up rows alternate if I is no multiple of 64: w13 is packed then."""
+    options = {"activation": "swigluoai" if width % 64 else "silu", **options}
     return moe_ops.FusedMoE(E, K, H, width, scheme=scheme, **options)
 
 
@@ -38,9 +42,9 @@ def packed(*arguments, **options):
     return layer
 
 
-def run(layer):
+def run(layer, dtype=torch.float32):
     g = torch.Generator().manual_seed(1)
-    return layer(torch.randn(T, H, generator=g), torch.randn(T, E, generator=g))
+    return layer(*(torch.randn(T, n, generator=g).to(dtype) for n in (H, E)))
 
 
 def kernel_of(layer):
@@ -91,6 +95,10 @@ def test_one_of_two():
     expected = run(layer)
     layer.pack_()
     assert packed_of(layer) == ("w13",) and torch.equal(run(layer), expected)
+    apart = loaded("mxfp4_w4a16", 96, activation="silu")
+    with pytest.raises(ValueError, match=r"multiples of 64 if w2_weight is packed .* K = 96"):
+        apart.pack_()
+    assert not packed_of(apart)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +131,7 @@ def test_kernel_that_holds_scales():
         layer.unpack_()
 
 
-@pytest.mark.parametrize("width", [I, 96])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "width"), WIDTHS)
 def test_state_dicts(scheme, width):
     """Any form loads into any other; tensors of the state dict stay as they are."""
     forms = (loaded(scheme, width), packed(scheme, width))
@@ -258,8 +265,7 @@ def test_compiled():
     assert torch.equal(run(compiled), expected)
 
 
-@pytest.mark.parametrize("width", [I, 96])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "width"), WIDTHS)
 def test_checkpoints_hold_the_plain_form(scheme, width):
     """Also of a layer of which one weight is packed."""
     plain = {x[:3]: x[3] for x in checkpoint_tensors(loaded(scheme, width))}
@@ -296,6 +302,7 @@ def test_loading_packs_for_the_gpu():
     assert layer.w13_weight.data_ptr() == plain.data_ptr()  # packed in the plain weight's memory
     assert torch.equal(layer.w13_weight, wanted.data)
     assert packed_of(loaded("mxfp4_w4a16", 96, **BF16)) == ("w13",)
+    assert not packed_of(loaded("mxfp4_w4a16", 96, activation="silu", **BF16))
     for dtype in (torch.bfloat16, torch.float16):  # rows are bf16 in the kernel in any case
         assert packed_of(loaded("int4_w4a8_g128", params_dtype=dtype)) == ("w13", "w2")
     assert not packed_of(loaded("int4_w4a8_g128"))  # the result in float32
@@ -315,6 +322,16 @@ def test_loading_leaves_plain_what_no_kernel_reads():
     layer.kernel = kernel_of(layer)
     moe_ops.load_checkpoint(layer, source_of("mxfp4_w4a16"), progress=False)
     assert not packed_of(layer)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "fp8_w8a16", "int4_w4a16_g32_zp"])
+def test_first_call_after_unpacking(scheme):
+    """A group's scales have the strides of the packed form then; the call reads them to warn."""
+    layer = moe_ops.quantize_(make(None).to(torch.bfloat16), scheme, progress=False)
+    assert packed_of(layer)
+    layer.unpack_()
+    assert run(layer, torch.bfloat16).isfinite().all()
 
 
 def test_nothing_packs_on_a_cpu():

@@ -106,6 +106,18 @@ def test_every_scheme_with_gates(scheme, tile):
         check(problem, scheme, activation, scaled=True, tile=tile)
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_gate_and_up_rows_that_share_a_chunk(tokens):
+    """Kernels read them where they alternate, and refuse them where up rows follow gate rows."""
+    for width in (32, 96):
+        problem = Problem(tokens, 16, 2, 64, width, torch.bfloat16, "swigluoai")
+        for direct in (False, True)[: 1 + (tokens == 1)]:
+            check(problem, "mxfp4_w4a16", "swigluoai", direct=direct)
+            if INTERPRETED or HAS_CUDA:
+                with pytest.raises(NotImplementedError, match=f"of 128 .*, got {2 * width} "):
+                    check(problem, "mxfp4_w4a16", "silu", direct=direct)
+
+
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "int4_w4a16_g32_zp", "int8_w8a16"])
 def test_full_tiles_with_gates(scheme):
     """Gate and up rows meet for every row of a tile of 64."""

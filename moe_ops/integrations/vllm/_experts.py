@@ -191,7 +191,11 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         for which, name in (("w13", "w1_scale"), ("w2", "w2_scale")):
             weight = getattr(layer, f"{which}_weight")
             reads = not is_packed(weight) and reads_packed(
-                weight, config.scheme, self.moe_config.in_dtype, batch_invariant=invariant
+                weight,
+                config.scheme,
+                self.moe_config.in_dtype,
+                batch_invariant=invariant,
+                activation=self.library_activation.key if which == "w13" else "",
             )
             if not reads:
                 continue

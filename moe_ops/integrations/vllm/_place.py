@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_ops.pipeline.forms import reads_packed
 from moe_ops.scheme import Scheme
-from moe_ops.scheme.packed import pack_weight, pack_weight_
+from moe_ops.scheme.packed import CHUNK, pack_weight, pack_weight_
 from moe_ops.tensors import QTensor
 
 
@@ -33,8 +33,13 @@ class Place:
         The packed form takes the memory of a contiguous ``q.data``, so that loading a model needs
         memory for one expert beside its weights.
         """
-        dtype = self.moe_config.in_dtype
-        if not reads_packed(q.data, self.scheme, dtype, batch_invariant=batch_invariant):
+        config = self.moe_config
+        # Gate and up rows each begin at a chunk of the packed form, or both weights stay plain.
+        whole = config.intermediate_size_per_partition % CHUNK == 0
+        reads = whole and reads_packed(
+            q.data, self.scheme, config.in_dtype, batch_invariant=batch_invariant
+        )
+        if not reads:
             return q
         pack = pack_weight_ if q.data.is_contiguous() else pack_weight
         return pack(q, self.scheme)
