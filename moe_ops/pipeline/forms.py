@@ -59,8 +59,7 @@ def serves_packed(
     if not packs(scheme, *shape[1:]) or not dequantizes(scheme, dtype):
         return False
     rule = rule_of(scheme.key, dtype.itemsize, device.arch, device.row_tile, batch_invariant)
-    more = {"fragments": True, "activation": activation}
-    operands = layer_operands(shape, scheme, dtype, rule, 1, **more)
+    operands = layer_operands(shape, scheme, dtype, rule, 1, activation=activation, fragments=True)
     try:
         plan_gemm(problem_of(operands), device)
     except NotImplementedError:

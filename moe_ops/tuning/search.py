@@ -112,8 +112,9 @@ class Subject:
 
     def in_fragments(self, which: int) -> bool:
         """Whether the weight of GEMM 1 or 2 is packed."""
-        how, activation = (DTYPE, self.device, False), self._activation(which)
-        return serves_packed(self._weight(which), self.scheme, *how, activation)
+        return serves_packed(
+            self._weight(which), self.scheme, DTYPE, self.device, False, self._activation(which)
+        )
 
     def problem(self, num_tokens: int, which: int) -> GemmProblem:
         """GEMM 1 or 2 of the layer."""
