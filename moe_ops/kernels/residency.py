@@ -45,12 +45,11 @@ FEW_IDS, MANY_IDS = 128, 1024
 """Ids that a program reads at once."""
 COMPARED = 2048
 """Pairs of experts that are compared at once."""
-PROGRAMS = 256
-"""The most programs of a launch."""
+PROGRAMS = 32
+"""The most programs of a launch: enough for the link. SMs without one have room for programs of the
+next GEMM, which become resident while this kernel decides."""
 REGISTERS = 128
 """maxnreg: without a bound ptxas spills, so that more CTAs fit on an SM."""
-PROGRAMS_BESIDE = 32
-"""The most programs beside products, which get the other SMs: enough for the link."""
 IDS_OF_HALVES = 8
 """Slots an expert from which on a call that needs waves has waves of half of the slots."""
 PIECE = tl.constexpr(2048)
@@ -104,12 +103,40 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def _add_to(state, mirror, entry, more):
-    """Add to a counter, and to the copy of it that the host reads."""
-    total = tl.load(state + entry) + more
+def _entries(state, wave, S: tl.constexpr):
+    """The entries of the state that a wave reads: parts, clocks, and counters with their mirror.
+
+    All are read at once: the time of a wave without copies is that of a few reads, one by one.
+    """
+    expert = tl.arange(0, S.EXPERTS)
+    slot = tl.load(state + S.SLOT + expert, mask=expert < S.E, other=-1)
+    used = tl.load(state + S.LAST_USE + expert, mask=expert < S.E, other=-1)
+    now = tl.load(state + _CLOCK)
+    begun = tl.where(wave == 0, now, tl.load(state + _BEGUN))
+    hits, misses, waves = tl.load(state + _HITS), tl.load(state + _MISSES), tl.load(state + _WAVES)
+    counters = hits, misses, waves, tl.load(state + _MIRROR)
+    return slot, used, now, begun, counters
+
+
+@triton.jit
+def _count(state, mirror, entry, total):
+    """Write a counter, and the copy of it that the host reads."""
     tl.store(state + entry, total)
     if mirror != 0:
         tl.store(mirror.to(tl.pointer_type(tl.int64)) + (entry - _HITS), total)
+
+
+@triton.jit
+def _end_wave(state, counters, now, begun, left, hits, misses):
+    """Write the entries of the state that every wave changes."""
+    old_hits, old_misses, old_waves, mirror = counters
+    tl.store(state + _CLOCK, now + 1)
+    tl.store(state + _BEGUN, begun)
+    tl.store(state + _LEFT, tl.zeros_like(now) + left)
+    _count(state, mirror, _HITS, old_hits + hits)
+    _count(state, mirror, _WAVES, old_waves + (hits + misses > 0).to(tl.int64))
+    if misses > 0:
+        _count(state, mirror, _MISSES, old_misses + misses)
 
 
 @triton.jit
@@ -176,7 +203,8 @@ def _copy_missing(table, state, count, S: tl.constexpr):
         at = state + (unit // chunks).to(tl.int32)
         _copy_chunk(table, at + S.COPIED, at + S.TARGETS, unit % chunks, before, S)
     if tl.program_id(0) == 0:
-        _add_to(state, tl.load(state + _MIRROR), _BYTES, tl.sum(size, 0) * count)
+        total = tl.load(state + _BYTES) + tl.sum(size, 0) * count
+        _count(state, tl.load(state + _MIRROR), _BYTES, total)
 
 
 @triton.jit
@@ -201,20 +229,45 @@ def _copy_chunk(table, expert, slot, chunk, before, S: tl.constexpr):
 
 
 @triton.jit
-def _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S: tl.constexpr):
+def _decide(
+    topk_ids, expert_map, state, rows, entries, num_ids, num_global, wave, S: tl.constexpr
+):  # fmt: skip
     """Write the rows of a wave, and the state once all programs have read it.
 
-    Returns the number of experts to copy.
+    ``entries``: the `_entries` of the state. Returns the number of experts to copy.
     """
-    expert = tl.arange(0, S.EXPERTS)
-    inside = expert < S.E
-    slot = tl.load(state + S.SLOT + expert, mask=inside, other=-1)
-    used = tl.load(state + S.LAST_USE + expert, mask=inside, other=-1)
-    now = tl.load(state + _CLOCK)
-    begun = tl.where(wave == 0, now, tl.load(state + _BEGUN))
-    todo = _wanted(topk_ids, expert_map, num_ids, num_global, S) & (used < begun)
+    slot, used, _, begun, _ = entries
+    todo = _wanted(topk_ids, expert_map, num_ids, num_global, S) & ((wave == 0) | (used < begun))
     resident = todo & (slot >= 0) & (used >= 0)
     missing = todo & ~resident
+    count = tl.sum(missing.to(tl.int32), 0)
+    if (S.MOST == S.K) & (wave == 0) & (count == 0):
+        _note_hits(state, rows, entries, resident, S)
+    else:
+        count = _gain(state, rows, entries, todo, resident, missing, S)
+    return count
+
+
+@triton.jit
+def _note_hits(state, rows, entries, resident, S: tl.constexpr):
+    """Write the rows and the state of a first wave that copies nothing.
+
+    No program waits for another one: what the first program changes decides nothing in such a wave.
+    """
+    expert = tl.arange(0, S.EXPERTS)
+    slot, _, now, begun, counters = entries
+    tl.store(rows + expert, tl.where(resident, slot, -1).to(tl.int32), mask=expert < S.E)
+    if tl.program_id(0) == 0:
+        tl.store(state + S.LAST_USE + expert, tl.zeros_like(slot) + now, mask=resident)
+        _end_wave(state, counters, now, begun, 0, tl.sum(resident.to(tl.int32), 0), 0)
+
+
+@triton.jit
+def _gain(state, rows, entries, todo, resident, missing, S: tl.constexpr):
+    """`_decide` for a wave that may copy; returns the number of experts to copy."""
+    expert = tl.arange(0, S.EXPERTS)
+    inside = expert < S.E
+    slot, used, now, begun, counters = entries
     if S.MOST < S.K:
         resident = resident & (tl.cumsum(resident.to(tl.int32), 0) <= S.MOST)
     index = tl.cumsum(missing.to(tl.int32), 0) - 1
@@ -226,17 +279,11 @@ def _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S: tl.
         slot = _moved(state, slot, used, present, gains, index, S)
     tl.store(rows + expert, tl.where(present, slot, -1).to(tl.int32), mask=inside)
     if _last_to_arrive(state):
-        mirror = tl.load(state + _MIRROR)
         tl.store(state + S.SLOT + expert, slot, mask=inside)
         tl.store(state + S.LAST_USE + expert, tl.where(present, now, used), mask=inside)
-        tl.store(state + _CLOCK, now + 1)
-        tl.store(state + _BEGUN, begun)
-        left = tl.sum(todo.to(tl.int32), 0) - num_resident - count
-        tl.store(state + _LEFT, left.to(tl.int64))
         tl.store(state + _ARRIVED, tl.full((), 0, tl.int64))
-        _add_to(state, mirror, _HITS, num_resident)
-        _add_to(state, mirror, _MISSES, count)
-        _add_to(state, mirror, _WAVES, (num_resident + count > 0).to(tl.int64))
+        left = tl.sum(todo.to(tl.int32), 0) - num_resident - count
+        _end_wave(state, counters, now, begun, left, num_resident, count)
     return count
 
 
@@ -248,6 +295,7 @@ def _make_resident_kernel(
     """Serve one wave of the weight ``program_id(1)``: rows, what GEMMs read of them, and copies."""
     take_turn()
     state += tl.program_id(1) * S.LENGTH
+    entries, left = _entries(state, wave, S), tl.load(state + _LEFT)
     rows = state.to(tl.pointer_type(tl.int32), bitcast=True) + S.ROWS
     if plan is not None:
         if tl.program_id(1) > 0:
@@ -257,15 +305,14 @@ def _make_resident_kernel(
         if tl.program_id(1) > 0:
             map_out = next_map
     count = tl.full((), 0, tl.int32)
-    served = (wave > 0) & (tl.load(state + _LEFT) == 0)
-    if served:
+    if (wave > 0) & (left == 0):
         expert = tl.arange(0, S.EXPERTS)
         tl.store(rows + expert, tl.full((S.EXPERTS,), -1, tl.int32), mask=expert < S.E)
         tl.debug_barrier()
         if plan is not None:
             write_header(plan, plan_out, 0)
     else:
-        count = _decide(topk_ids, expert_map, state, rows, num_ids, num_global, wave, S)
+        count = _decide(topk_ids, expert_map, state, rows, entries, num_ids, num_global, wave, S)
         if plan is not None:
             write_plan(plan, tiles, rows, plan_out, S.E, S.TILE, S.WIDE, S.TILES)
     if map_out is not None:
@@ -351,8 +398,7 @@ def make_resident(
     (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
     most = owner.num_slots // 2 if halves else owner.num_slots
     units = min(num_ids, most) * max(owner.chunks[first : first + weights])
-    most_programs = PROGRAMS_BESIDE if halves and wave > 0 else PROGRAMS // weights
-    programs = max(1, min(most_programs, units))
+    programs = max(1, min(PROGRAMS // weights, units))
     few, rows, entries = num_ids <= FEW_IDS, table.shape[1], 0 if plan is None else plan.shape[0]
     num_global = map_size(expert_map, owner.num_experts)
     _launch(owner.num_experts, owner.num_slots, most, rows, few, row_tile)(
