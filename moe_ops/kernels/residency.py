@@ -8,24 +8,20 @@ for the rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from moe_ops.dispatch.tile_plan import plan_to_read
-from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.rows import plan_constants, write_header, write_map, write_plan
 from moe_ops.kernels._gemm.tile import planned_tiles
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.residency.slots import CHUNK, COLUMNS, Residency, residency_of
+from moe_ops.kernels._runtime.slots import local_experts, map_size, next_power_of_2
+from moe_ops.residency.slots import CHUNK, COLUMNS, Residency
 from moe_ops.residency.state import (
     ARRIVED,
     BEGUN,
@@ -37,7 +33,6 @@ from moe_ops.residency.state import (
     MISSES,
     WAVES,
     StateLayout,
-    waves_of,
 )
 from moe_ops.tensors import AnyTiles
 
@@ -50,8 +45,6 @@ PROGRAMS = 32
 next GEMM, which become resident while this kernel decides."""
 REGISTERS = 128
 """maxnreg: without a bound ptxas spills, so that more CTAs fit on an SM."""
-IDS_OF_HALVES = 8
-"""Slots an expert from which on a call that needs waves has waves of half of the slots."""
 PIECE = tl.constexpr(2048)
 """Bytes that a program copies at once where addresses or sizes are odd."""
 NEVER = tl.constexpr(2**62)
@@ -103,7 +96,7 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def _entries(state, wave, S: tl.constexpr):
+def _state_entries(state, wave, S: tl.constexpr):
     """The entries of the state that a wave reads: parts, clocks, and counters with their mirror.
 
     All are read at once: the time of a wave without copies is that of a few reads, one by one.
@@ -119,7 +112,7 @@ def _entries(state, wave, S: tl.constexpr):
 
 
 @triton.jit
-def _count(state, mirror, entry, total):
+def _write_counter(state, mirror, entry, total):
     """Write a counter, and the copy of it that the host reads."""
     tl.store(state + entry, total)
     if mirror != 0:
@@ -133,10 +126,10 @@ def _end_wave(state, counters, now, begun, left, hits, misses):
     tl.store(state + _CLOCK, now + 1)
     tl.store(state + _BEGUN, begun)
     tl.store(state + _LEFT, tl.zeros_like(now) + left)
-    _count(state, mirror, _HITS, old_hits + hits)
-    _count(state, mirror, _WAVES, old_waves + (hits + misses > 0).to(tl.int64))
+    _write_counter(state, mirror, _HITS, old_hits + hits)
+    _write_counter(state, mirror, _WAVES, old_waves + (hits + misses > 0).to(tl.int64))
     if misses > 0:
-        _count(state, mirror, _MISSES, old_misses + misses)
+        _write_counter(state, mirror, _MISSES, old_misses + misses)
 
 
 @triton.jit
@@ -204,7 +197,7 @@ def _copy_missing(table, state, count, S: tl.constexpr):
         _copy_chunk(table, at + S.COPIED, at + S.TARGETS, unit % chunks, before, S)
     if tl.program_id(0) == 0:
         total = tl.load(state + _BYTES) + tl.sum(size, 0) * count
-        _count(state, tl.load(state + _MIRROR), _BYTES, total)
+        _write_counter(state, tl.load(state + _MIRROR), _BYTES, total)
 
 
 @triton.jit
@@ -234,7 +227,7 @@ def _decide(
 ):  # fmt: skip
     """Write the rows of a wave, and the state once all programs have read it.
 
-    ``entries``: the `_entries` of the state. Returns the number of experts to copy.
+    ``entries``: the `_state_entries` of the state. Returns the number of experts to copy.
     """
     slot, used, _, begun, _ = entries
     todo = _wanted(topk_ids, expert_map, num_ids, num_global, S) & ((wave == 0) | (used < begun))
@@ -295,7 +288,7 @@ def _make_resident_kernel(
     """Serve one wave of the weight ``program_id(1)``: rows, what GEMMs read of them, and copies."""
     take_turn()
     state += tl.program_id(1) * S.LENGTH
-    entries, left = _entries(state, wave, S), tl.load(state + _LEFT)
+    entries, left = _state_entries(state, wave, S), tl.load(state + _LEFT)
     rows = state.to(tl.pointer_type(tl.int32), bitcast=True) + S.ROWS
     if plan is not None:
         if tl.program_id(1) > 0:
@@ -405,80 +398,3 @@ def make_resident(
         (programs, weights), topk_ids, expert_map, plan, maps[0], plans[0], maps[1], plans[1],
         table, state, num_ids, num_global, entries, wave,
     )  # fmt: skip
-
-
-def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
-    """Yield the operands of each wave of a product once its experts are in the slots.
-
-    The first wave of the first weight's product serves both weights.
-
-    Args:
-        operands: their weight is in host memory.
-        row_tile: the row tile of the plan.
-    """
-    owner, number = residency_of(operands.weight.host)
-    _, topk_ids, expert_map = operands.tiles
-    num_ids = topk_ids.numel()
-    plan = dense(plan_to_read(operands.tiles, num_ids, owner.num_experts))
-    tiles = plan, topk_ids.contiguous(), dense(expert_map)
-    halves = num_ids >= IDS_OF_HALVES * owner.num_experts and owner.num_slots > 1
-    own = owner.take_ahead(operands.tiles) if number == 1 else None
-    early = operands.early and own is not None
-    if own is None:
-        own, *others = out = tiles_in_rows(owner, number, tiles)
-        _wait_for_other_stream(owner, topk_ids)
-        make_resident(owner, number, tiles, row_tile, 0, out, halves=halves)
-        owner.ahead = (operands.tiles, others[0]) if others else None
-    weight, experts = owner.slots[number], owner.num_experts
-    operands = operands._replace(weight=weight, tiles=own, early=early, experts=experts)
-    if not halves:
-        yield operands
-        for wave in range(1, waves_of(experts, owner.num_slots, num_ids)):
-            make_resident(owner, number, tiles, row_tile, wave, [own])
-            yield operands
-        return
-    both = own, tiles_in_rows(owner, number, tiles)[0]
-    count = waves_of(experts, owner.num_slots // 2, num_ids)
-    for wave in range(count):
-        after = wave + 1
-        if after < count:
-            with _side_stream(owner, topk_ids):
-                make_resident(owner, number, tiles, row_tile, after, [both[after % 2]], halves=True)
-        yield operands._replace(tiles=both[wave % 2])
-        _join(owner, topk_ids)
-
-
-@contextmanager
-def _side_stream(owner: Residency, x: Tensor) -> Iterator[None]:
-    """Context manager: launch beside what the current stream launches from now on."""
-    if not x.is_cuda:
-        yield
-        return
-    side = owner.side_stream = owner.side_stream or torch.cuda.Stream(x.device)
-    side.wait_stream(torch.cuda.current_stream(x.device))
-    with torch.cuda.stream(side):
-        yield
-
-
-def _join(owner: Residency, x: Tensor) -> None:
-    """Let the current stream wait for the one beside it."""
-    if owner.side_stream is not None:
-        torch.cuda.current_stream(x.device).wait_stream(owner.side_stream)
-
-
-def _wait_for_other_stream(owner: Residency, x: Tensor) -> None:
-    """Let the current stream wait for the stream of the call before, which uses the same slots.
-
-    Calls that are captured wait for nothing: whoever replays them orders the replays.
-    """
-    if not x.is_cuda:
-        return
-    stream = triton.runtime.driver.active.get_current_stream(x.get_device())
-    before = owner.stream
-    if before is None:
-        owner.stream = stream
-    elif before != stream and not torch.cuda.is_current_stream_capturing():
-        owner.stream = stream
-        default = torch.cuda.default_stream(x.device)
-        other = torch.cuda.ExternalStream(before, x.device) if before else default
-        torch.cuda.current_stream(x.device).wait_stream(other)

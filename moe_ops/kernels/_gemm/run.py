@@ -20,9 +20,9 @@ from moe_ops.dispatch.operands import SETTINGS, operands_of
 from moe_ops.dispatch.problem import STORED, GemmProblem, problem_of, without_sum
 from moe_ops.dispatch.tiles import TileRule, own_plan, with_own_plan
 from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels._gemm.waves import waves
 from moe_ops.kernels.align import sorted_slots
 from moe_ops.kernels.quantize import moe_quantize
-from moe_ops.kernels.residency import waves
 from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
 from moe_ops.scheme import Quant
 
