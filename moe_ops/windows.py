@@ -220,7 +220,8 @@ class Windows(Window):
 
     ``state`` is int32: steps that each program has completed in sends, in returns, then `FAILED`.
     ``in_flight()`` returns the ids that a call in flight got, or None: as long as somebody holds
-    these ids, its tokens are in the window.
+    these ids, its tokens are in the window. ``again()`` returns the ids of the call whose rows were
+    sent for gradients, as long as the window has them.
 
     Args:
         layout: their sizes.
@@ -250,6 +251,7 @@ class Windows(Window):
         self.rank, self.peers, self.error = rank, peers, error
         self.timeout, self.addresses, self.keep = timeout, addresses, keep
         self.in_flight: Callable[[], Any] = nothing
+        self.again: Callable[[], Any] = nothing
         self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=own.device)
         self.answer = error.numpy()  # reads without PyTorch
         _OPEN[peers.data_ptr()] = self

@@ -1,5 +1,7 @@
 """Layers of several ranks with the weights of one layer, and the parts that each rank has."""
 
+from dataclasses import replace
+
 import torch
 from checkpoints import Experts, per_expert
 from ranks import device, mine
@@ -36,13 +38,17 @@ def ways(rank, ranks, counts=None):
         yield "replicas", {**replicas, "ep_size": 4}, share
         yield "replicas of parts", replicas, share
         yield "data", {"dp_size": 4, "dp_rank": rank, "ep_size": 4}, tokens
+        like = moe_ops.FusedMoE(E, K, H, I, **replicas, ep_size=4, device="meta")
+        config = replace(like.moe_parallel_config, all2all_backend="symmetric")
+        yield "symmetric replicas", {"moe_parallel_config": config, "max_num_tokens": T}, share
         return
-    for backend in ("allgather_reducescatter", "fixed_capacity", "alltoall"):
+    for backend in ("allgather_reducescatter", "fixed_capacity", "alltoall", "symmetric"):
         config = FusedMoEParallelConfig(
             dp_size=ranks, dp_rank=rank, ep_size=ranks, ep_rank=rank, use_ep=True,
             all2all_backend=backend,
         )  # fmt: skip
-        yield backend, {"moe_parallel_config": config}, tokens
+        room = {"max_num_tokens": T} if backend == "symmetric" else {}
+        yield backend, {"moe_parallel_config": config, **room}, tokens
     tensor = {"tp_size": ranks, "tp_rank": rank}
     yield "sequence", {**tensor, "is_sequence_parallel": True}, tokens
     yield "experts", {"ep_size": ranks, "ep_rank": rank, "reduce_results": True}, slice(None)

@@ -63,6 +63,10 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         """Value of ``inner``."""
         return self.inner.output_is_reduced()
 
+    def has_gradients(self) -> bool:
+        """Value of ``inner``. Autograd runs backward passes on the streams of their forwards."""
+        return self.inner.has_gradients()
+
     def supports_async(self) -> bool:
         """True: both methods are implemented."""
         return True

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from rank_layers import batch, held, layer_of, ways
+from rank_layers import H, T, batch, held, layer_of, ways
 from ranks import BACKENDS, spawn
+
+import moe_ops
 
 KINDS = {
     "plain": {},
@@ -52,8 +54,8 @@ def check(rank, ranks):
                     torch.testing.assert_close(actual, near, msg=lambda m, t=text: f"{t}: {m}")
 
 
-COMPILED = ("fixed_capacity", "sequence", "parts")
-"""An exchange, parts of tokens, and parts of weights."""
+COMPILED = ("fixed_capacity", "symmetric", "sequence", "parts")
+"""Exchanges, parts of tokens, and parts of weights."""
 
 
 def check_compiled(rank, ranks, names=COMPILED):
@@ -61,9 +63,12 @@ def check_compiled(rank, ranks, names=COMPILED):
     for way, spread, tokens in ways(rank, ranks):
         if way not in names:
             continue
-        room = {} if tokens == slice(None) else {"max_num_tokens": 8}
+        own_room = tokens == slice(None) or "max_num_tokens" in spread
+        room = {} if own_room else {"max_num_tokens": 8}
         layer, eager = (layer_of(room, **spread) for _ in range(2))
         rows = batch()
+        if way == "symmetric":
+            layer(*(x[tokens] for x in rows[:2]))  # connects the ranks, which a graph cannot
         torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
         for number, count in enumerate((4, 2)):
@@ -72,6 +77,38 @@ def check_compiled(rank, ranks, names=COMPILED):
                 found = step(compiled, part)
             for a, b in zip(found.values(), step(eager, part).values(), strict=True):
                 assert torch.equal(a, b), way
+
+
+def check_symmetric(rank, ranks):
+    """Windows give the bits of the all-gather, whatever is asked for, also after other calls."""
+    found = {}
+    for way, spread, tokens in ways(rank, ranks, (4, 7)):
+        if way not in ("allgather_reducescatter", "symmetric"):
+            continue
+        layer, rows = layer_of({}, **spread), [x[tokens] for x in batch()]
+        x, logits = (x.clone().requires_grad_() for x in rows[:2])
+        outs = [layer(x, logits), layer(x.detach(), logits), layer(x, logits.detach())]
+        (of_w2,) = torch.autograd.grad(outs.pop(), [layer.w2_weight], rows[2])  # no rows come back
+        (of_logits,) = torch.autograd.grad(outs.pop(), [logits], rows[2])
+        found[way] = [of_w2, of_logits, *torch.autograd.grad(outs.pop(), [x, logits], rows[2])]
+        found[way] += step(layer, rows).values()
+        kernel = layer.kernel
+        beside = moe_ops.pipeline.AsyncPrepareAndFinalize(kernel.prepare_finalize)
+        layer.kernel = moe_ops.FusedMoEKernel(beside, kernel.fused_experts)
+        for a, b in zip(step(layer, rows).values(), found[way][4:], strict=True):
+            assert torch.equal(a, b), way
+        layer.kernel = kernel
+        if way == "symmetric":
+            exchange = layer.kernel.prepare_finalize
+            first, second = (torch.zeros(2 * T, 1, dtype=torch.int32) for _ in range(2))
+            first, second = first.to(x.device), second.to(x.device)
+            for ids in (first, second):
+                exchange.send_again(x.new_zeros(T, H), ids)
+            with pytest.raises(RuntimeError, match="gradients travel at the same time, got 1"):
+                exchange.send_gradients_back(x.new_zeros(2 * T, H), None, first)
+            torch.testing.assert_close(layer(x, logits), found[way][4])
+    for a, b in zip(*found.values(), strict=True):
+        assert torch.equal(a, b)
 
 
 def check_refused(rank, ranks):
@@ -104,6 +141,7 @@ def check_two(rank, ranks):
     check(rank, ranks)
     check_compiled(rank, ranks)
     check_second(rank, ranks)
+    check_symmetric(rank, ranks)
     check_refused(rank, ranks)
 
 

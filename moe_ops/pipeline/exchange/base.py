@@ -166,6 +166,29 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         """
         raise NotImplementedError(f"{type(self).__name__} has no gradients")
 
+    def send_gradients_back(
+        self, rows: Tensor | None, topk_weights: Tensor | None, topk_ids: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Send gradients of what has arrived to the tokens' ranks, and add them there.
+
+        Args:
+            rows: the gradient of the rows; None: it is not asked for.
+            topk_weights: the gradient of their router weights, or None.
+            topk_ids: as for `send_back`.
+
+        Returns:
+            Both sums, ``(P, H)`` and ``(P, k)``; None for None.
+        """
+
+        def back(grad: Tensor | None) -> Tensor | None:
+            return None if grad is None else self.send_back(grad.contiguous(), topk_ids)()
+
+        return back(rows), back(topk_weights)
+
+    def kept(self, arrived: Arrived) -> Arrived:
+        """Return what has arrived in memory that later calls leave as it is: backward reads it."""
+        return arrived
+
     def has_gradients(self) -> bool:
         """Whether gradients travel: see `moe_ops.pipeline.exchange.gradients`."""
         return type(self).send_again is not TokenExchange.send_again
@@ -261,7 +284,8 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         quant = None if defer_input_quant else quant_config.scheme.activation
         before = None if later else quant
         everywhere = later and quant is not None and quant.of_all_rows
-        trained = quant is None and not apply_router_weight_on_input and self.has_gradients()
+        recorded = quant is None and torch.is_grad_enabled() and self.has_gradients()
+        trained = recorded and not apply_router_weight_on_input
         trained = trained and len(wanted(a1, topk_weights)) > 0
         x, router_weights = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
         receive = self.send(
@@ -280,7 +304,8 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         )
 
         def receiver() -> PrepareResult:
-            rows, scale, weights, ids, adapters = receive()
+            arrived = receive()
+            rows, scale, weights, ids, adapters = self.kept(arrived) if recorded else arrived
             if trained:
                 rows, weights = Sent.apply(self, a1, topk_weights, rows, weights, ids)
             if later and quant is None:

@@ -39,13 +39,11 @@ class Sent(Function):
     @once("FusedMoE over ranks")
     def backward(ctx: Any, _: tuple[Any, ...], of_rows: Tensor, of_weights: Tensor) -> Any:
         """Send gradients back to their tokens' ranks, and add them."""
-
-        def back(grad: Tensor) -> Tensor:
-            gradients: Tensor = ctx.exchange.send_back(grad.contiguous(), ctx.ids)()
-            return gradients[: ctx.num_tokens]
-
-        dx = back(of_rows) if ctx.needs_input_grad[1] else None
-        dweights = back(of_weights) if ctx.needs_input_grad[2] else None
+        asked = ctx.needs_input_grad
+        gradients = ctx.exchange.send_gradients_back(
+            of_rows if asked[1] else None, of_weights if asked[2] else None, ctx.ids
+        )
+        dx, dweights = (None if g is None else g[: ctx.num_tokens] for g in gradients)
         return None, dx, dweights, None, None, None
 
 

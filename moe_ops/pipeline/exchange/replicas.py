@@ -74,6 +74,18 @@ class ReplicaExchange(TokenExchange):
         """Send this rank's share of the rows, which all ranks of the replica must have."""
         return self.exchange.send_again(self._share(rows), topk_ids)
 
+    def send_gradients_back(
+        self, rows: Tensor | None, topk_weights: Tensor | None, topk_ids: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Send gradients back, and gather the shares."""
+        shares = self.exchange.send_gradients_back(rows, topk_weights, topk_ids)
+        dx, dweights = (None if share is None else self._gathered(share) for share in shares)
+        return dx, dweights
+
+    def kept(self, arrived: Arrived) -> Arrived:
+        """Value of the exchange."""
+        return self.exchange.kept(arrived)
+
     def _share(self, x: Tensor, fill: int = 0) -> Tensor:
         """Every n-th row of ``(T, m)``: ``(ceil(T / n), m)``, the last row ``fill`` if T ends."""
         count = self.replica_size

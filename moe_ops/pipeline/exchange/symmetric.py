@@ -16,6 +16,7 @@ from moe_ops.pipeline.exchange.base import (
     Outgoing,
     TokenExchange,
     check_expert_ranks,
+    sum_of_ranks,
 )
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.prepare_finalize import Receiver
@@ -49,6 +50,10 @@ class SymmetricPrepareAndFinalize(TokenExchange):
     **Interrupts.** On a CPU, an exception such as KeyboardInterrupt while a rank waits for others
     is a failure that stays, as the others may have its rows already: `check` and all later calls of
     this rank raise, and the others get no answer from it. Construct the exchange anew on all ranks.
+
+    **Gradients.** In grad mode prepare copies what has arrived, so that the window is free for other
+    calls. The backward pass sends the results' gradients as prepare sends tokens, and returns those
+    of the rows as finalize returns sums. The router weights' gradients travel in a collective.
 
     **Token counts.** Ranks may have different numbers of tokens, also 0. The experts get P rows of
     each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
@@ -241,6 +246,86 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         self._check_done(windows)
         return lambda: out
 
+    def kept(self, arrived: Arrived) -> Arrived:
+        """Copy what lies in the window, with zeros for rows that were not sent to this rank.
+
+        The call is in flight as long as somebody holds the copied ids.
+        """
+        rows, scale, weights, ids, adapters = arrived
+        copied = torch.where(ids >= 0, ids, -1)
+        if not torch.compiler.is_compiling():
+            self._begin(next(w for w in self._windows if w.in_flight() is ids), copied)
+        weights = torch.where(ids >= 0, weights, 0)
+        return Arrived(self._copied(rows, ids), scale, weights, copied, adapters)
+
+    def _copied(self, rows: Tensor, topk_ids: Tensor) -> Tensor:
+        """Copy rows out of the window by an operator: compilers drop a `clone`, as of a result."""
+        ranks, here = self.expert_ranks, topk_ids >= 0
+        if ranks is not None:
+            own = torch.cat([ranks == self._windows[0].rank, here.new_zeros(1)])
+            here = own[topk_ids.clamp(max=len(ranks) - 1).long()]
+        row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        end = row.new_full((2,), rows.shape[0], dtype=torch.int64)
+        return ops.gather_rows(rows, torch.where(here.any(-1), row, -1), end, 1)
+
+    def send_again(self, rows: Tensor, topk_ids: Tensor) -> Receiver:
+        """Write rows to the ranks of the experts once more; `send_gradients_back` may follow."""
+        if torch.compiler.is_compiling():
+            windows = self._windows[0]
+        else:
+            self.check()
+            free = [w for w in self._windows if w.in_flight() is None]
+            windows = next((w for w in free if w.again() is None), None) or self._free(free)
+            windows.again = ref(topk_ids)
+        size = rows.shape[0]
+        ids = topk_ids[windows.rank * size : (windows.rank + 1) * size]
+        most = torch.iinfo(torch.int32).max if self.expert_ranks is None else len(self.expert_ranks)
+        arrived, *_ = ops.symmetric_send(
+            rows,
+            None,
+            ids.new_zeros(ids.shape, dtype=torch.float32),
+            ids,
+            self.expert_ranks,
+            windows.peers,
+            windows.state,
+            size,
+            most,
+            False,
+            "",
+        )
+        self._check_done(windows)
+        found = self._copied(arrived, topk_ids)
+        return lambda: found
+
+    def send_gradients_back(
+        self, rows: Tensor | None, topk_weights: Tensor | None, topk_ids: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradient of the rows through the windows, that of the weights in a collective.
+
+        Raises:
+            RuntimeError: gradients of more calls than ``in_flight`` travel at the same time.
+        """
+        dx = dweights = None
+        if rows is not None:
+            windows = self._windows[0]
+            if not torch.compiler.is_compiling():
+                windows = next((w for w in self._windows if w.again() is topk_ids), None)
+                if windows is None:
+                    raise RuntimeError(
+                        "in_flight must be at least the number of calls whose gradients travel at "
+                        f"the same time, got {self.in_flight}"
+                    )
+                windows.again = nothing
+            where = (windows.peers, windows.state)
+            dx = ops.symmetric_return(
+                rows.contiguous(), self.expert_ranks, *where, topk_ids.shape[1]
+            )
+            self._check_done(windows)
+        if topk_weights is not None:
+            travelling = self.group.start_exchange(topk_weights.contiguous())
+            dweights = sum_of_ranks(self.group.wait(travelling), self.group.size)
+        return dx, dweights
+
     def _ready(self, a1: Tensor, topk_ids: Tensor) -> Windows:
         """The windows, once the call fits them."""
         self.check_room(a1)
@@ -283,7 +368,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
     def _begin(self, windows: Windows, ids: Tensor) -> None:
         """Note that a call is in flight as long as somebody holds the ids that it got."""
         if not torch.compiler.is_compiling():
-            windows.in_flight = ref(ids)
+            windows.in_flight, windows.again = ref(ids), nothing
 
     def _end(self, topk_ids: Tensor) -> Windows:
         """The windows of the call that got these ids, which is in flight no more."""
