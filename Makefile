@@ -132,7 +132,7 @@ mutants: $(READY)  ## Plant faults, each of which must fail a test; ONLY=kernels
 # less than ten minutes with WORKERS=26 on an H100. PART= runs some files, and completes nothing.
 # Left out: what needs no GPU and takes long, and the file that needs two GPUs.
 GPU_PART ?= 1/1
-GPU_PART_1/2 := tests/pipeline tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench tests/project
+GPU_PART_1/2 := tests/pipeline tests/inspect tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench tests/project
 GPU_PART_2/2 := tests/ops
 GPU_PART_1/1 := $(GPU_PART_1/2) $(GPU_PART_2/2)
 GPU_LEFT_OUT := tests/project/test_mutants.py tests/project/test_readme.py tests/layer/test_layer_distributed.py

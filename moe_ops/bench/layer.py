@@ -93,7 +93,7 @@ schemes with a scale shared by all tokens.)"""
 
 
 def math_of(scheme: Scheme) -> str:
-    """The dtype of the products, as `moe_ops.pipeline.devices` names it; int8 counts as fp8."""
+    """The dtype of the products, as `moe_ops.inspect.devices` names it; int8 counts as fp8."""
     return "bf16" if scheme.activation is None or scheme.dequantizes_both else "fp8"
 
 

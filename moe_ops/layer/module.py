@@ -13,6 +13,7 @@ from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
+from moe_ops.inspect.warmup import Variants, run_variants
 from moe_ops.layer.adapters import adapters_of
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
@@ -35,7 +36,6 @@ from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
 from moe_ops.pipeline.lora import ExpertLora
-from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 from moe_ops.scheme import UNQUANTIZED, as_scheme
 

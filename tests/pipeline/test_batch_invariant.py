@@ -16,9 +16,9 @@ import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch.row_tiles import INVARIANT, PORTABLE
 from moe_ops.dispatch.tiles import MANY_TOKENS, plan_sizes
+from moe_ops.inspect.workspace import PeakMemory
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.row_spaces import depends_on_batch
-from moe_ops.pipeline.workspace import PeakMemory
 from moe_ops.scheme import min_capability
 from moe_ops.support import ARCHITECTURES
 from moe_ops.testing import Problem, make_inputs, quantize_inputs
