@@ -39,7 +39,10 @@ class Call(NamedTuple):
 
 
 class Door(NamedTuple):
-    """What is decided about a call before anything runs: what gradients it has."""
+    """What is decided about a call before anything runs."""
+
+    most: int | None
+    """The most tokens that prepare may send at once; None: any number."""
 
     inputs: list[Tensor]
     """The tensors that require grad, in grad mode."""
@@ -47,10 +50,6 @@ class Door(NamedTuple):
     """Why there are no gradients although there are ``inputs``; None: there are."""
     recorded: bool
     """Whether the experts run as with gradients: with gradients, or with adapters."""
-
-    def of_experts(self, call: Call) -> Call:
-        """The call that the experts get: without autograd history if there are no gradients."""
-        return call if self.reason is None else without_history(call)
 
 
 class Pending(NamedTuple):

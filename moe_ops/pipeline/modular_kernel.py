@@ -16,7 +16,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import inference_only, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.calls import Call, Door, Pending, num_experts_of
+from moe_ops.pipeline.calls import Call, Door, Pending, num_experts_of, without_history
 from moe_ops.pipeline.experts import FusedMoEExperts, OperatorExperts
 from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.kernel_checks import (
@@ -76,11 +76,8 @@ class FusedMoEKernel:
         self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
         self.shared_experts, self.moe_parallel_config = shared_experts, moe_parallel_config
         self.inplace, self.chunk_size = inplace, chunk_size
-
-    @property
-    def is_monolithic(self) -> bool:
+        self.is_monolithic = fused_experts.is_monolithic()
         """Whether the experts route themselves: `apply_monolithic` instead of `apply`."""
-        return self.fused_experts.is_monolithic()
 
     def supports_expert_map(self) -> bool:
         """Whether the experts take an ``expert_map``; in the Batched format prepare takes it."""
@@ -156,15 +153,17 @@ class FusedMoEKernel:
         self, call: Call, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`apply` with the given shared experts (None: without any) instead of the kernel's."""
-        door = self._enter(call)
-        size = self._tokens_of_a_part(call)
-        if size is None:
+        door, part = self._enter(call), self.prepare_finalize
+        size, tokens = door.most, call.hidden_states.shape[0]
+        whole = size is None or torch.compiler.is_compiling() or tokens <= size
+        # With several dispatchers the other ranks must make the same number of calls.
+        if size is None or whole or part.num_dispatchers() > 1:
             finalized = self._forward(Trip(self, call, door))
         else:
             parts = []
-            for i in range(cdiv(call.hidden_states.shape[0], size)):
-                part = call.tokens(slice(i * size, (i + 1) * size))
-                parts.append(self._forward(Trip(self, part, door)).wait())
+            for i in range(cdiv(tokens, size)):
+                tokens_of_part = call.tokens(slice(i * size, (i + 1) * size))
+                parts.append(self._forward(Trip(self, tokens_of_part, door)).wait())
             finalized = Pending(None, lambda: torch.cat(parts))
         return self._finish(call, finalized, shared_experts)
 
@@ -184,16 +183,8 @@ class FusedMoEKernel:
             inputs = wanted(*call[:4], call.lora, experts.quant_config)
         reason = lacks_gradients(self, call) if len(inputs) > 0 else None
         trained = len(inputs) > 0 and reason is None
-        return Door(inputs, reason, trained or call.lora is not None)
-
-    def _tokens_of_a_part(self, call: Call) -> int | None:
-        """The most tokens that prepare takes, if it must be called several times; else None."""
-        part = self.prepare_finalize
-        size = part.max_num_tokens_per_rank()
-        if size is None or torch.compiler.is_compiling():
-            return None
-        alone = part.num_dispatchers() == 1  # no other rank must make the same number of calls
-        return size if alone and call.hidden_states.shape[0] > size else None
+        most = self.prepare_finalize.max_num_tokens_per_rank()
+        return Door(most, inputs, reason, trained or call.lora is not None)
 
     def start_prepare(self, call: Call) -> Pending:
         """Check the arguments and start prepare; returns a pending `PrepareResult`."""
@@ -202,8 +193,9 @@ class FusedMoEKernel:
     def start(self, call: Call, door: Door) -> Pending:
         """`start_prepare` of a call that is checked already."""
         part: Any = self.prepare_finalize
-        check_room(part, call)
-        experts, plain = self.fused_experts, door.of_experts(call)
+        if door.most is not None:
+            check_room(part, call, door.most)
+        experts, plain = self.fused_experts, call if door.reason is None else without_history(call)
         is_async = part.supports_async()
         start = part.prepare_async if is_async else part.prepare
         ids = None if call.lora is None else call.lora.lora_ids

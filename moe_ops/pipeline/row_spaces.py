@@ -47,13 +47,6 @@ def sure(tokens: int) -> int:
     return tokens - 1 if torch.compiler.is_exporting() else tokens
 
 
-def may_be_one(tokens: int) -> bool:
-    """Whether T may be 1 (or 0); also True if a compiler does not know T."""
-    if torch.compiler.is_compiling():
-        return not always(sure(tokens) > 1)
-    return not tokens > 1
-
-
 class SlotRows(NamedTuple):
     """Rows in slot order: row ``t * k + j`` is slot j of token t; undefined for skipped slots."""
 

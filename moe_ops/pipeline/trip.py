@@ -9,7 +9,15 @@ from torch import Tensor
 
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse
-from moe_ops.pipeline.calls import Call, Door, Pending, chunk_of, num_experts_of, routed
+from moe_ops.pipeline.calls import (
+    Call,
+    Door,
+    Pending,
+    chunk_of,
+    num_experts_of,
+    routed,
+    without_history,
+)
 from moe_ops.pipeline.formats import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -41,8 +49,9 @@ class Trip:
         kernel, started = self.kernel, self.pending
         self.pending = None
         prepared = (kernel.start(self.call, self.door) if started is None else started).wait()
-        self.call = routed(self.call, prepared)
-        plain = self.door.of_experts(self.call)
+        self.call = plain = routed(self.call, prepared)
+        if self.door.reason is not None:
+            plain = without_history(plain)
         standard = kernel.fused_experts.activation_format() is STANDARD
         after = Routing(plain.topk_weights, plain.topk_ids, plain.expert_map if standard else None)
         return prepared.a1q, prepared.a1q_scale, prepared.expert_tokens_meta, after
@@ -51,7 +60,9 @@ class Trip:
         self, held: list[Rows], meta: ExpertTokensMetadata | None, routing: Routing
     ) -> Tensor:
         """Run experts of any class, in chunks if the kernel's ``chunk_size`` is set."""
-        call, size = self.door.of_experts(self.call), self.kernel.chunk_size
+        call, size = self.call, self.kernel.chunk_size
+        if self.door.reason is not None:
+            call = without_history(call)
         num_tokens = call.topk_ids.shape[0]
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
