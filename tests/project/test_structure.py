@@ -33,7 +33,6 @@ WIDE_KERNELS = {
     "_copy_kernel": ROWS,
     "_send_kernel": ROWS,
     "_send_batched_kernel": ROWS,
-    "_topk_align_kernel": "the arguments of routing and of alignment",
 }
 """Kernels with more than `MAX_KERNEL_PARAMETERS` parameters, each with the reason."""
 OF_THE_FIELD = {
