@@ -61,7 +61,7 @@ class Pending(NamedTuple):
     """What was decided about the call; None: the step is not the first one."""
 
     @staticmethod
-    def of(started: Any, door: Door | None = None, *, is_async: bool) -> Pending:
+    def of(started: Any, door: Door | None = None, *, is_async: bool = True) -> Pending:
         """The pending step for the return value of a method, which may be asynchronous."""
         if not is_async:
             return Pending(None, lambda: started, door)

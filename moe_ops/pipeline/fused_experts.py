@@ -176,13 +176,14 @@ class Router(NamedTuple):
     scoring_func: str
     expert_map: Tensor | None
 
-    def __call__(self) -> Routing:
+    def route(self) -> Routing:
         """Route the tokens, with a gradient of the logits if it may be asked for."""
-        logits, *weighing, expert_map = self
+        logits, *_, expert_map = self
+        weighing = self.topk, self.renormalize, self.scoring_func, 1.0
         if torch.is_grad_enabled() and logits.requires_grad:
-            routed = differentiable_topk("fused_topk", logits, None, (*weighing, 1.0))
+            routed = differentiable_topk("fused_topk", logits, None, weighing)
         else:
-            routed = ops.fused_topk(logits, None, *weighing, 1.0)
+            routed = ops.fused_topk(logits, None, *weighing)
         return Routing(*routed, expert_map)
 
 
@@ -265,21 +266,22 @@ def _enter(
     _check_call(routing, *flags, global_num_experts, *experts)
     settings = Settings(scheme, key, *flags, hidden_states.dtype, summed)
     step = Pass(expert_weights(w1, w2, config, (b1, b2)), settings)
+    source = routing.route if isinstance(routing, Router) else routing
     inputs: list[Tensor] = []
     if torch.is_grad_enabled():  # the first field: router weights, or what they are made of
         inputs = wanted(hidden_states, w1, w2, routing[0], b1, b2, config, lora)
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
     elif not inputs:
-        return forward(step, hidden_states, routing)
+        return forward(step, hidden_states, source)
     trained = step._replace(through=partial(_differentiable, step, config, lora))
     reason = lacking((w1, w2), config)
     if reason is not None:
         with torch.no_grad():
-            out = forward(step if lora is None else trained, hidden_states, routing)
+            out = forward(step if lora is None else trained, hidden_states, source)
         return refuse(out, inputs, "fused_experts", reason)
     check_transforms("fused_experts")
-    return forward(trained, hidden_states, routing)
+    return forward(trained, hidden_states, source)
 
 
 def _differentiable(

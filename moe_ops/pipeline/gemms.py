@@ -177,7 +177,7 @@ def gemm(
 def activated_gemm(
     rows: Rows,
     weight: ExpertWeight,
-    space: SlotRows,
+    space: SlotRows | BatchedRows,
     top_k: int,
     scheme: Scheme,
     dtype: torch.dtype,
@@ -230,7 +230,7 @@ def apart() -> Iterator[None]:
 def gemm_then_sum(
     rows: Rows,
     weight: ExpertWeight,
-    space: SlotRows,
+    space: SlotRows | BatchedRows,
     topk_weights: Tensor | None,
     scheme: Scheme,
     dtype: torch.dtype,

@@ -36,6 +36,9 @@ from moe_ops.pipeline.prepare_finalize import (
 from moe_ops.pipeline.trip import STANDARD, Trip
 from moe_ops.tensors import Routing
 
+OWN = OperatorExperts.apply
+"""What `forward` does itself."""
+
 
 class FusedMoEKernel:
     """Prepare, experts and finalize as one layer.
@@ -229,8 +232,10 @@ class FusedMoEKernel:
         """`forward` of a call: a pending ``(T, H)``, or rows if prepare was started before."""
         call, experts = trip.call, self.fused_experts
         step = Pass(exchange=trip, through=trip.through)
-        own = isinstance(experts, OperatorExperts) and type(experts).apply is OperatorExperts.apply
-        if own and self.chunk_size is None and not trip.door.recorded:
+        # A subclass, or a caller, may have replaced the method.
+        is_own = getattr(experts.apply, "__func__", None) is OWN
+        plain = self.chunk_size is None and not trip.door.recorded
+        if is_own and plain and isinstance(experts, OperatorExperts):
             on_input = call.apply_router_weight_on_input
             step = experts.step(call.w1, call.w2, call.activation, on_input)
             step = step._replace(exchange=trip)

@@ -115,16 +115,17 @@ class OperatorExperts(FusedMoEExpertsModular):
         The result is a new tensor, or ``out`` if that is given. In the Batched format rows past an
         expert's count are undefined.
         """
-        rows = [a1q_scale, hidden_states]
-        del hidden_states, a1q_scale  # `forward` gets the only reference
-        return forward(
+        rows = [hidden_states]
+        del hidden_states  # `forward` gets the only reference
+        result: Tensor = forward(
             self.step(w1, w2, activation, apply_router_weight_on_input),
             rows.pop(),
             Routing(topk_weights, topk_ids, expert_map),
-            scale=rows.pop(),
+            scale=a1q_scale,
             meta=expert_tokens_meta,
             out=out,
         )
+        return result
 
     def differentiable_apply(
         self,
@@ -185,7 +186,7 @@ class BatchedExperts(OperatorExperts):
         """Delegated to prepare-finalize, which knows where the rows came from."""
         return TopKWeightAndReduceDelegate()
 
-    def differentiable_apply(
+    def differentiable_apply(  # type: ignore[override]  # without adapters: `takes_lora`
         self,
         rows: Tensor,
         w1: Tensor,
