@@ -168,7 +168,7 @@ ARGS ?=
 OVERHEADS ?= overheads training
 TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
 bench: $(READY)  ## Time layers beside their peers, and single stages; ARGS= and STAGES= choose
-	$(PY) -m moe_ops bench $(TO_RESULTS) $(ARGS)
+	$(PY) benchmarks/bench_layer.py $(TO_RESULTS) $(ARGS)
 	$(MAKE) bench-stages
 	set -e; for name in $(OVERHEADS); do $(PY) benchmarks/bench_$$name.py $(TO_RESULTS); done
 ifeq ($(HAS_GPU),1)

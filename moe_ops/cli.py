@@ -311,7 +311,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "bench": Command("time or profile whole layers, next to other implementations", _bench),
+    "bench": Command("time or profile whole layers", _bench),
     "explain": Command("say which kernels a layer runs on, why, and what it costs", _explain),
     "tune": Command("time tiles on this GPU and record the fastest", _tune),
     "demo": Command("read and write text with a small MoE language model", _demo),
