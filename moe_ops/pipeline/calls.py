@@ -38,7 +38,7 @@ class Call(NamedTuple):
         )
 
 
-class Door(NamedTuple):
+class Decision(NamedTuple):
     """What is decided about a call before anything runs."""
 
     most: int | None
@@ -57,16 +57,16 @@ class Pending(NamedTuple):
 
     hook: Hook | None
     receiver: Receiver
-    door: Door | None = None
+    decision: Decision | None = None
     """What was decided about the call; None: the step is not the first one."""
 
     @staticmethod
-    def of(started: Any, door: Door | None = None, *, is_async: bool = True) -> Pending:
+    def of(started: Any, decision: Decision | None = None, *, is_async: bool = True) -> Pending:
         """The pending step for the return value of a method, which may be asynchronous."""
         if not is_async:
-            return Pending(None, lambda: started, door)
+            return Pending(None, lambda: started, decision)
         hook, receiver = started if isinstance(started, tuple) else (None, started)
-        return Pending(hook, receiver, door)
+        return Pending(hook, receiver, decision)
 
     def wait(self) -> Any:
         """Call the hook, then the receiver; returns the result."""

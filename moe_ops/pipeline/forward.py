@@ -47,7 +47,7 @@ class Between(Protocol):
 
 
 class Pass(NamedTuple):
-    """What a forward pass is given beside tokens and routing: decided once, at the door."""
+    """What a forward pass is given beside tokens and routing: decided before anything runs."""
 
     weights: Any = None
     """The `ExpertWeights`; None, as ``settings``: ``through`` has them."""

@@ -16,9 +16,10 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import inference_only, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.calls import Call, Door, Pending, num_experts_of, without_history
+from moe_ops.pipeline.calls import Call, Decision, Pending, num_experts_of, without_history
 from moe_ops.pipeline.experts import FusedMoEExperts, OperatorExperts
 from moe_ops.pipeline.forward import Pass, forward
+from moe_ops.pipeline.kernel_call import STANDARD, KernelCall
 from moe_ops.pipeline.kernel_checks import (
     check_adapters,
     check_call,
@@ -33,7 +34,6 @@ from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
 )
-from moe_ops.pipeline.trip import STANDARD, Trip
 from moe_ops.tensors import Routing
 
 OWN = OperatorExperts.apply
@@ -156,21 +156,21 @@ class FusedMoEKernel:
         self, call: Call, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`apply` with the given shared experts (None: without any) instead of the kernel's."""
-        door, part = self._enter(call), self.prepare_finalize
-        size, tokens = door.most, call.hidden_states.shape[0]
+        decision, part = self._enter(call), self.prepare_finalize
+        size, tokens = decision.most, call.hidden_states.shape[0]
         whole = size is None or torch.compiler.is_compiling() or tokens <= size
         # With several dispatchers the other ranks must make the same number of calls.
         if size is None or whole or part.num_dispatchers() > 1:
-            finalized = self._forward(Trip(self, call, door))
+            finalized = self._forward(KernelCall(self, call, decision))
         else:
             parts = []
             for i in range(cdiv(tokens, size)):
                 tokens_of_part = call.tokens(slice(i * size, (i + 1) * size))
-                parts.append(self._forward(Trip(self, tokens_of_part, door)).wait())
+                parts.append(self._forward(KernelCall(self, tokens_of_part, decision)).wait())
             finalized = Pending(None, lambda: torch.cat(parts))
         return self._finish(call, finalized, shared_experts)
 
-    def _enter(self, call: Call) -> Door:
+    def _enter(self, call: Call) -> Decision:
         """Check the arguments, and decide what gradients the call has."""
         experts = self.fused_experts
         if self.is_monolithic:
@@ -187,18 +187,19 @@ class FusedMoEKernel:
         reason = lacks_gradients(self, call) if len(inputs) > 0 else None
         trained = len(inputs) > 0 and reason is None
         most = self.prepare_finalize.max_num_tokens_per_rank()
-        return Door(most, inputs, reason, trained or call.lora is not None)
+        return Decision(most, inputs, reason, trained or call.lora is not None)
 
     def start_prepare(self, call: Call) -> Pending:
         """Check the arguments and start prepare; returns a pending `PrepareResult`."""
         return self.start(call, self._enter(call))
 
-    def start(self, call: Call, door: Door) -> Pending:
+    def start(self, call: Call, decision: Decision) -> Pending:
         """`start_prepare` of a call that is checked already."""
         part: Any = self.prepare_finalize
-        if door.most is not None:
-            check_room(part, call, door.most)
-        experts, plain = self.fused_experts, call if door.reason is None else without_history(call)
+        experts = self.fused_experts
+        if decision.most is not None:
+            check_room(part, call, decision.most)
+        plain = call if decision.reason is None else without_history(call)
         is_async = part.supports_async()
         start = part.prepare_async if is_async else part.prepare
         ids = None if call.lora is None else call.lora.lora_ids
@@ -208,12 +209,12 @@ class FusedMoEKernel:
             plain.topk_ids,
             num_experts_of(call),
             call.expert_map,
-            self.weighted_by_prepare(call, door),
+            self.weighted_by_prepare(call, decision),
             experts.quant_config,
-            door.recorded or experts.expects_unquantized_inputs,
+            decision.recorded or experts.expects_unquantized_inputs,
             **({} if ids is None else {"lora_ids": ids}),
         )
-        return Pending.of(prepared, door, is_async=is_async)
+        return Pending.of(prepared, decision, is_async=is_async)
 
     def run_experts(self, call: Call, pending: Pending) -> tuple[Call, Tensor]:
         """Wait for prepare and run the experts on its result, in chunks if ``chunk_size`` is set.
@@ -222,26 +223,26 @@ class FusedMoEKernel:
             The call with the routing after prepare, and the experts' rows. A backward pass through
             the rows raises if a part of the kernel has no gradients.
         """
-        door = self._enter(call) if pending.door is None else pending.door
-        trip = Trip(self, call, door, pending)
+        decision = self._enter(call) if pending.decision is None else pending.decision
+        running = KernelCall(self, call, decision, pending)
         del pending
-        rows: Tensor = self._forward(trip)
-        return trip.call, rows
+        rows: Tensor = self._forward(running)
+        return running.call, rows
 
-    def _forward(self, trip: Trip) -> Any:
+    def _forward(self, running: KernelCall) -> Any:
         """`forward` of a call: a pending ``(T, H)``, or rows if prepare was started before."""
-        call, experts = trip.call, self.fused_experts
-        step = Pass(exchange=trip, through=trip.through)
+        call, experts = running.call, self.fused_experts
+        step = Pass(exchange=running, through=running.through)
         # A subclass, or a caller, may have replaced the method.
         is_own = getattr(experts.apply, "__func__", None) is OWN
-        plain = self.chunk_size is None and not trip.door.recorded
+        plain = self.chunk_size is None and not running.decision.recorded
         if is_own and plain and isinstance(experts, OperatorExperts):
             on_input = call.apply_router_weight_on_input
             step = experts.step(call.w1, call.w2, call.activation, on_input)
-            step = step._replace(exchange=trip)
+            step = step._replace(exchange=running)
         return forward(step, call.hidden_states, Routing(call.topk_weights, call.topk_ids))
 
-    def weighted_by_prepare(self, call: Call, door: Door) -> bool:
+    def weighted_by_prepare(self, call: Call, decision: Decision) -> bool:
         """Whether prepare multiplies rows by router weights.
 
         In the Standard format with gradients or adapters the experts do.
@@ -249,7 +250,7 @@ class FusedMoEKernel:
         experts = self.fused_experts
         if not call.apply_router_weight_on_input or experts.applies_router_weight_on_input:
             return False
-        return not (door.recorded and experts.activation_format() is STANDARD)
+        return not (decision.recorded and experts.activation_format() is STANDARD)
 
     def start_finalize(self, call: Call, rows: Tensor) -> Pending:
         """Start finalize; returns a pending ``(T, H)``."""

@@ -11,7 +11,7 @@ from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse
 from moe_ops.pipeline.calls import (
     Call,
-    Door,
+    Decision,
     Pending,
     chunk_of,
     num_experts_of,
@@ -28,18 +28,20 @@ from moe_ops.tensors import Routing, Rows
 STANDARD = FusedMoEActivationFormat.Standard
 
 
-class Trip:
+class KernelCall:
     """One call on its way through a kernel: the `Exchange` of its `forward`.
 
     Args:
         kernel: the kernel.
         call: its arguments.
-        door: what is decided about the call.
+        decision: what is decided about the call.
         pending: the prepare that was started, after which `send_back` returns rows; None: start it.
     """
 
-    def __init__(self, kernel: Any, call: Call, door: Door, pending: Pending | None = None) -> None:
-        self.kernel, self.call, self.door, self.pending = kernel, call, door, pending
+    def __init__(
+        self, kernel: Any, call: Call, decision: Decision, pending: Pending | None = None
+    ) -> None:
+        self.kernel, self.call, self.decision, self.pending = kernel, call, decision, pending
         self.ends_with_rows = pending is not None
 
     def send(
@@ -48,9 +50,9 @@ class Trip:
         """Prepare, and wait for the rows."""
         kernel, started = self.kernel, self.pending
         self.pending = None
-        prepared = (kernel.start(self.call, self.door) if started is None else started).wait()
+        prepared = (kernel.start(self.call, self.decision) if started is None else started).wait()
         self.call = plain = routed(self.call, prepared)
-        if self.door.reason is not None:
+        if self.decision.reason is not None:
             plain = without_history(plain)
         standard = kernel.fused_experts.activation_format() is STANDARD
         after = Routing(plain.topk_weights, plain.topk_ids, plain.expert_map if standard else None)
@@ -61,13 +63,13 @@ class Trip:
     ) -> Tensor:
         """Run experts of any class, in chunks if the kernel's ``chunk_size`` is set."""
         call, size = self.call, self.kernel.chunk_size
-        if self.door.reason is not None:
+        if self.decision.reason is not None:
             call = without_history(call)
         num_tokens = call.topk_ids.shape[0]
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
             return self._experts(call, held, meta, routing.expert_map)
-        weighted = self.kernel.weighted_by_prepare(call, self.door)
+        weighted = self.kernel.weighted_by_prepare(call, self.decision)
         rows_per_token = call.topk_ids.shape[1] if weighted else 1
         quant = self.kernel.fused_experts.quant_config.scheme.activation
         scales_have_rows = quant is not None and not quant.per_tensor
@@ -91,7 +93,7 @@ class Trip:
         """Run the experts; ``held`` has the only reference to the rows, so they can be freed."""
         experts: Any = self.kernel.fused_experts
         rows = [*held.pop()][::-1]
-        if self.door.recorded:
+        if self.decision.recorded:
             routing = Routing(call.topk_weights, call.topk_ids, expert_map)
             beside = () if call.lora is None else (call.lora,)
             return experts.differentiable_apply(
@@ -120,7 +122,7 @@ class Trip:
 
     def send_back(self, rows: Tensor) -> Any:
         """Start finalize, unless prepare was started by the caller, who also finalizes."""
-        door = self.door
-        if door.reason is not None:
-            rows = refuse(rows, door.inputs, "FusedMoEKernel.apply", door.reason)
+        decision = self.decision
+        if decision.reason is not None:
+            rows = refuse(rows, decision.inputs, "FusedMoEKernel.apply", decision.reason)
         return rows if self.ends_with_rows else self.kernel.start_finalize(self.call, rows)
