@@ -178,12 +178,12 @@ class Router(NamedTuple):
 
     def route(self) -> Routing:
         """Route the tokens, with a gradient of the logits if it may be asked for."""
-        logits, *_, expert_map = self
-        weighing = self.topk, self.renormalize, self.scoring_func, 1.0
+        logits, topk, renormalize, scoring_func, expert_map = self
         if torch.is_grad_enabled() and logits.requires_grad:
+            weighing = topk, renormalize, scoring_func, 1.0
             routed = differentiable_topk("fused_topk", logits, None, weighing)
         else:
-            routed = ops.fused_topk(logits, None, *weighing)
+            routed = ops.fused_topk(logits, None, topk, renormalize, scoring_func, 1.0)
         return Routing(*routed, expert_map)
 
 
@@ -262,8 +262,19 @@ def _enter(
     kind, key = kind_and_key(activation)
     b1, b2 = config.w1_bias if b1 is None else b1, config.w2_bias if b2 is None else b2
     quantization = () if scheme.weight is None else config.tensors
-    experts = (hidden_states, w1, w2, b1, b2, kind, scheme, *quantization)
-    _check_call(routing, *flags, global_num_experts, *experts)
+    _check_call(
+        routing,
+        *flags,
+        global_num_experts,
+        hidden_states,
+        w1,
+        w2,
+        b1,
+        b2,
+        kind,
+        scheme,
+        *quantization,
+    )
     settings = Settings(scheme, key, *flags, hidden_states.dtype, summed)
     step = Pass(expert_weights(w1, w2, config, (b1, b2)), settings)
     source = routing.route if isinstance(routing, Router) else routing

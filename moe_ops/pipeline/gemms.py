@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,41 +108,54 @@ def quantized(
         each_slot, most = scheme.dequantizes_both and top_k == 1, direct_slots(weight.data.shape[0])
         in_gemm = each_slot or not always(sure(tokens) * k > most)
     else:
-        gemm = (*weight.data.shape[:2], x.shape[1]), (tokens, k), top_k, activation
-        devices = row_tile_facts(x.device), device_facts(x.device), tuned.TABLES
-        in_gemm = _quantizes(scheme.key, x.dtype, *gemm, fragments, len(x) == tokens * k, *devices)
+        asked = _Asked(
+            (*weight.data.shape[:2], x.shape[1]),
+            scheme.key,
+            x.dtype,
+            (tokens, k),
+            top_k=top_k,
+            activation=activation,
+            fragments=fragments,
+            each_slot=len(x) == tokens * k,
+        )
+        in_gemm = _quantizes(asked, row_tile_facts(x.device), device_facts(x.device), tuned.TABLES)
     return Rows(x, scale) if in_gemm else space.quantize(x, scale, quant)
+
+
+class _Asked(NamedTuple):
+    """A GEMM of a routing whose rows are not quantized yet; see `layer_operands`."""
+
+    weight: tuple[int, int, int]
+    scheme: str
+    dtype: torch.dtype
+    routed: tuple[int, int]
+    """Tokens and their slots."""
+    top_k: int
+    activation: str
+    fragments: bool
+    each_slot: bool
+    """Whether each row belongs to one slot."""
 
 
 @lru_cache(maxsize=8192)
 def _quantizes(
-    scheme: str,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    routed: tuple[int, int],
-    top_k: int,
-    activation: str,
-    fragments: bool,
-    each_slot: bool,
-    rows: tuple[int, int | None],
-    device: Device,
-    _: tuned.Tables,
+    asked: _Asked, row_tile: tuple[int, int | None], device: Device, _: tuned.Tables
 ) -> bool:
-    """Whether the plan of a GEMM quantizes rows, of which each belongs to a slot or to a token."""
-    tokens, k = routed
+    """Whether the plan of a GEMM quantizes its rows, on a device with these tuned tables."""
+    tokens, k = asked.routed
     operands = layer_operands(
-        shape,
-        get_scheme(scheme),
-        dtype,
-        rule_of(scheme, dtype.itemsize, *rows, False),
+        asked.weight,
+        get_scheme(asked.scheme),
+        asked.dtype,
+        rule_of(asked.scheme, asked.dtype.itemsize, *row_tile, False),
         tokens * k,
         num_tokens=tokens,
-        fragments=fragments,
-        activation=activation,
-        top_k=top_k,
+        fragments=asked.fragments,
+        activation=asked.activation,
+        top_k=asked.top_k,
     )
     plan = plan_gemm(problem_of(operands), device)
-    return plan.quantizes_rows and (not plan.gathered_rows or each_slot)
+    return plan.quantizes_rows and (not plan.gathered_rows or asked.each_slot)
 
 
 def gemm(

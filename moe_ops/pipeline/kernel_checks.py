@@ -20,6 +20,7 @@ from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
 )
 from moe_ops.pipeline.row_spaces import depends_on_batch
+from moe_ops.scheme import Scheme
 
 
 def check_parts(prepare_finalize: Any, fused_experts: Any) -> None:
@@ -99,18 +100,11 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
     _check_call(
         fused_experts.moe_config.in_dtype,
         call.apply_router_weight_on_input,
-        call.topk_weights,
-        call.topk_ids,
-        call.expert_map,
-        call.global_num_experts,
-        call.hidden_states,
-        call.w1,
-        call.w2,
-        config.w1_bias,
-        config.w2_bias,
         call.activation,
+        (call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts),
+        (call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias),
         config.scheme,
-        *(() if config.scheme.weight is None else config.tensors),
+        () if config.scheme.weight is None else config.tensors,
     )
 
 
@@ -118,24 +112,16 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
 def _check_call(
     in_dtype: torch.dtype,
     apply_router_weight_on_input: bool,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    global_num_experts: int,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w1_bias: Tensor | None,
-    w2_bias: Tensor | None,
     activation: Any,
-    *quantization: Any,
+    routing: tuple[Any, ...],
+    experts: tuple[Any, ...],
+    scheme: Scheme,
+    quantization: tuple[Any, ...],
 ) -> None:
     """Check a call of experts for tokens of ``in_dtype``; the rest is that of `check_layer`."""
     checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
-    routing = (topk_weights, topk_ids, expert_map, global_num_experts)
-    kind = kind_and_key(activation)[0]
-    check_layer(*routing, hidden_states, w1, w2, w1_bias, w2_bias, kind, *quantization)
-    _check_dtype(in_dtype, hidden_states)
+    check_layer(*routing, *experts, kind_and_key(activation)[0], scheme, *quantization)
+    _check_dtype(in_dtype, experts[0])
 
 
 def lacks_gradients(kernel: Any, call: Call) -> str | None:

@@ -108,10 +108,10 @@ class SlotRows(NamedTuple):
     def combine(self, y_RH: Tensor, topk_weights: Tensor | None, out: Tensor | None) -> Tensor:
         """Sum each token's rows, times router weights, into ``out`` or a new ``(T, H)``."""
         _, ids, expert_map = self.tiles
-        rows = (y_RH, topk_weights, ids, expert_map, None, self.num_local_experts)
+        num_experts = self.num_local_experts
         if out is None:
-            return ops.moe_fused_mul_sum(*rows)
-        ops.moe_fused_mul_sum_out(*rows, out=out)
+            return ops.moe_fused_mul_sum(y_RH, topk_weights, ids, expert_map, None, num_experts)
+        ops.moe_fused_mul_sum_out(y_RH, topk_weights, ids, expert_map, None, num_experts, out=out)
         return out
 
 
