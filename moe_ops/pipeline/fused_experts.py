@@ -195,7 +195,7 @@ def _check_call(
     global_num_experts: int,
     *experts: Any,
 ) -> None:
-    """Check the arguments of a call; ``experts`` are those of `check_experts`."""
+    """Check the arguments of a call; ``experts`` are the arguments of `check_experts`."""
     hidden_states, w1, w2, _, _, _, scheme, *_ = experts
     if isinstance(routing, Router):
         _check_router(routing, hidden_states, w1, w2, scheme)

@@ -118,7 +118,7 @@ class SlotRows(NamedTuple):
 class BatchedRows(NamedTuple):
     """Rows by expert: row ``e * M + i`` is row i of expert e; undefined past the expert's count.
 
-    Permuted rows are those of one expert, for all that is not a GEMM.
+    Permuted rows are the rows of one expert for every operator but the GEMMs.
     """
 
     tiles: Tiles
