@@ -134,7 +134,7 @@ mutants: $(READY)  ## Plant faults, each of which must fail a test; ONLY=kernels
 # Left out: what needs no GPU and takes long, and the file that needs two GPUs.
 GPU_PART ?= 1/1
 GPUS ?=
-GPU_PART_1/2 := tests/pipeline tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench tests/project
+GPU_PART_1/2 := tests/pipeline tests/inspect tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench tests/project
 GPU_PART_2/2 := tests/ops
 GPU_PART_1/1 := $(GPU_PART_1/2) $(GPU_PART_2/2)
 GPU_LEFT_OUT := tests/project/test_mutants.py tests/project/test_readme.py tests/layer/test_layer_distributed.py
@@ -170,7 +170,7 @@ ARGS ?=
 OVERHEADS ?= overheads training
 TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
 bench: $(READY)  ## Time layers beside their peers, and single stages; ARGS= and STAGES= choose
-	$(PY) -m moe_ops bench $(TO_RESULTS) $(ARGS)
+	$(PY) benchmarks/bench_layer.py $(TO_RESULTS) $(ARGS)
 	$(MAKE) bench-stages
 	set -e; for name in $(OVERHEADS); do $(PY) benchmarks/bench_$$name.py $(TO_RESULTS); done
 ifeq ($(HAS_GPU),1)

@@ -11,6 +11,7 @@ from moe_ops.dispatch.row_tiles import expert_rule
 from moe_ops.dispatch.tiles import row_tile
 from moe_ops.functional import count_expert_num_tokens, moe_align_block_size
 from moe_ops.pipeline.row_spaces import BatchedRows, permuted_rows
+from moe_ops.tensors import Permutation
 
 
 def cases(layer: Layer) -> Iterator[Case]:
@@ -21,8 +22,8 @@ def cases(layer: Layer) -> Iterator[Case]:
     scheme, room = layer.experts.scheme, len(ids)
     counts = count_expert_num_tokens(ids, num_experts)
     yield from layer.cases("align", lambda: BatchedRows.of(counts, room, scheme, False))
-    offset = ops.moe_permutation(ids, None, num_experts)[0]
-    yield from layer.cases("align", lambda: permuted_rows(offset, ids.numel(), scheme, False))
+    order = Permutation(*ops.moe_permutation(ids, None, num_experts))
+    yield from layer.cases("align", lambda: permuted_rows(order, ids.numel(), scheme, False))
 
     # Public functions that the layer itself does not call. A block is a power of two.
     rule = expert_rule(scheme.key, ids.device)

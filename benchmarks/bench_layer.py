@@ -1,6 +1,8 @@
-"""Time the whole layer: ``python -m moe_ops bench``, for a checkout that is not installed."""
+"""Time the whole layer as ``moe-ops bench`` does, beside other implementations (`peers`)."""
 
 import sys
+
+import peers  # noqa: F401  (adds them)
 
 from moe_ops.bench.layer import main
 

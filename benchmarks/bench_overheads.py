@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from cold_start import MODULES
+from peers import PEERS
 
 import moe_ops
 from moe_ops.bench.command import conclude, one_of, one_or_more, parser, print_row
 from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path, write_rows
 from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
-from moe_ops.bench.peers import PEERS, Call, available
-from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
+from moe_ops.bench.peers import available
+from moe_ops.bench.problems import Call, Experts, Inputs, Problem, make_experts, make_inputs
 
 MODELS = "qwen3-30b,deepseek-v2-lite"
 OVERHEAD_KEY = (*KEY, "measure")

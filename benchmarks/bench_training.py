@@ -24,6 +24,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from peers import PEERS
+from peers.trained import (
+    TRAINED_PEERS,
+    Differentiable,
+    TrainedPeer,
+    hf_adapted,
+    hf_trained,
+)
 from torch import Tensor
 
 import moe_ops
@@ -47,15 +55,7 @@ from moe_ops.bench.harness import (
     write_rows,
 )
 from moe_ops.bench.layer import SAMPLED_TOKENS
-from moe_ops.bench.peers import PEERS
 from moe_ops.bench.problems import SEED, Experts, Inputs, Problem, make_experts, make_inputs
-from moe_ops.bench.trained_peers import (
-    TRAINED_PEERS,
-    Differentiable,
-    TrainedPeer,
-    hf_adapted,
-    hf_trained,
-)
 from moe_ops.training import ExpertLora
 
 TRAINING_KEY = (*KEY, "trained", "mode")

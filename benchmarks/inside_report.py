@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from peers import INSIDE
 from report import layer_table, source
 from tables import OURS, TOKENS, Record
-
-from moe_ops.bench.peers import INSIDE
 
 NAMES = {INSIDE: OURS, "vllm-method-marlin": "Marlin", "vllm-method-humming": "Humming"}
 """Implementation -> its name in the table."""

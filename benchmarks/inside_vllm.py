@@ -2,8 +2,8 @@
 
     python benchmarks/inside_vllm.py
 
-vLLM's own quantization methods make all three (`moe_ops/bench/vllm_methods.py`), which are timed in
-one run: int4 in groups of 128, NVFP4 weights and MXFP4, also with the sizes of DeepSeek-V4. The
+vLLM's own quantization methods make all three (`benchmarks/peers/vllm_methods.py`), which are timed
+in one run: int4 in groups of 128, NVFP4 weights and MXFP4, also with the sizes of DeepSeek-V4. The
 record is ``inside_vllm.json``, and each row has the versions of vLLM and Humming. Options are those
 of ``moe-ops bench``. What is not installed is left out; Humming needs the package that vLLM 0.33
 depends on.
@@ -15,9 +15,10 @@ import sys
 from dataclasses import replace
 from importlib import metadata
 
+from peers import INSIDE, PEERS
+
 from moe_ops.bench import layer
 from moe_ops.bench.harness import Row
-from moe_ops.bench.peers import INSIDE, PEERS
 
 IMPLS = (INSIDE, "vllm-method-marlin", "vllm-method-humming")
 DEFAULTS = {

@@ -27,7 +27,7 @@ from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan, plan_gemm
 from moe_ops.dispatch.problem import GemmProblem
-from moe_ops.pipeline.scratch import problem_of_call
+from moe_ops.inspect.scratch import problem_of_call
 
 MODELS, TOKENS = "qwen3-30b,mixtral", "1,64,4096"
 """Default problems: many small experts, and few large ones."""
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     """The bytes that must move: inputs read once, outputs written once."""
     flops: int = 0
     math: str = "bf16"
-    """Dtype of the products, as in `moe_ops.pipeline.devices.MEASURED`."""
+    """Dtype of the products, as in `moe_ops.inspect.devices.MEASURED`."""
     problem: GemmProblem | None = None
     """What the launcher of an expert GEMM asks a plan for."""
 

@@ -23,8 +23,8 @@ import moe_ops
 from moe_ops import FusedMoEConfig, RoutingMethodType, Scheme, explain, support
 from moe_ops.activation import Activation, MoEActivation, settings_of
 from moe_ops.bench.problems import load_problems
+from moe_ops.inspect.devices import MEASURED, TARGETS, Target
 from moe_ops.loading import LAYOUTS
-from moe_ops.pipeline.devices import MEASURED, TARGETS, Target
 from moe_ops.scheme import SCHEMES, min_capability
 from moe_ops.scheme.capability import schemes_instead, what_lacks
 from moe_ops.support import ARCHITECTURES

@@ -8,14 +8,14 @@ last, and -1 means "no expert here".
 
 The names here are what most programs need. The rest is in `moe_ops.functional` (single stages),
 `moe_ops.routing`, `moe_ops.pipeline` (the modular kernel and exchanges between ranks),
-`moe_ops.parallel`, `moe_ops.layer`, `moe_ops.loading`, `moe_ops.scheme`, `moe_ops.tensors`,
-`moe_ops.training`, `moe_ops.testing` and `moe_ops.integrations`.
+`moe_ops.inspect` (what a layer runs, costs and allocates), `moe_ops.parallel`, `moe_ops.layer`,
+`moe_ops.loading`, `moe_ops.scheme`, `moe_ops.tensors`, `moe_ops.training`, `moe_ops.testing` and
+`moe_ops.integrations`.
 """
 
 from typing import TYPE_CHECKING
 
 from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
-from moe_ops import pipeline as _pipeline
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.functional import (
     apply_moe_activation,
@@ -25,6 +25,8 @@ from moe_ops.functional import (
     moe_permute,
     moe_unpermute,
 )
+from moe_ops.inspect.warmup import warmup
+from moe_ops.inspect.workspace import workspace_nbytes
 from moe_ops.on_demand import import_after as _import_after
 from moe_ops.on_demand import on_demand as _on_demand
 from moe_ops.parallel import EplbState, FusedMoEParallelConfig
@@ -33,8 +35,6 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.selection import select_kernel
-from moe_ops.pipeline.warmup import warmup
-from moe_ops.pipeline.workspace import workspace_nbytes
 from moe_ops.routing import RoutingMethodType, fused_topk, grouped_topk, select_experts
 from moe_ops.scheme import (
     SCHEMES,
@@ -56,14 +56,14 @@ _LATER = {
     "FusedMoEOptions": "layer",
     "LoadReport": "layer.checkpoint",
     "expert_lora": "training",
-    "explain": "pipeline.explanation",
+    "explain": "inspect.explanation",
     "load_checkpoint": "layer.checkpoint",
     "offload_": "offload",
     "offload_stats": "offload",
     "quantize_": "quantization",
 }
 """Names whose modules are imported when they are first used."""
-_MOVED = {
+_ALSO = {
     "functional": (
         "batched_moe_kernel_quantize_input",
         "count_expert_num_tokens",
@@ -74,47 +74,58 @@ _MOVED = {
         "QuantizedFusedMoEMethod",
         "UnquantizedFusedMoEMethod",
     ),
-    "loading": ("CheckpointLayout",),
     "parallel": (
-        "compute_logical_maps",
         "determine_expert_map",
         "eplb_map_to_physical_and_record",
         "get_compressed_expert_map",
-        "initial_physical_to_logical_map",
         "make_expert_params_mapping",
         "maybe_roundup_hidden_size",
-        "move_experts",
         "rebalance_experts",
-        "remap_topk_to_local",
     ),
-    "pipeline": tuple(_pipeline.__all__),
-    "routing": (
-        "SelectedExperts",
-        "adjust_routing",
-        "get_routing_method_type",
-        "hash_topk",
-        "zero_experts",
+    "inspect.explanation": ("Explanation",),
+    "pipeline": (
+        "AllGatherPrepareAndFinalize",
+        "BatchedGroupedGemmExperts",
+        "BatchedPrepareAndFinalize",
+        "BatchedTritonExperts",
+        "ExpertTokensMetadata",
+        "FusedMoEActivationFormat",
+        "FusedMoEExperts",
+        "FusedMoEExpertsModular",
+        "FusedMoEExpertsMonolithic",
+        "FusedMoEPrepareAndFinalize",
+        "FusedMoEPrepareAndFinalizeModular",
+        "FusedMoEPrepareAndFinalizeMonolithic",
+        "GroupedGemmExperts",
+        "MoEPrepareAndFinalizeNoEP",
+        "MonolithicExperts",
+        "NaiveBatchedExperts",
+        "PrepareResult",
+        "SymmetricPrepareAndFinalize",
+        "TopKWeightAndReduce",
+        "TopKWeightAndReduceContiguous",
+        "TopKWeightAndReduceDelegate",
+        "TopKWeightAndReduceNaiveBatched",
+        "TopKWeightAndReduceNoOP",
+        "TritonExperts",
     ),
+    "routing": ("get_routing_method_type",),
     "scheme": (
         "FLOAT4_E2M1_MAX",
         "FLOAT8_E4M3_MAX",
     ),
-    "tensors": (
-        "Permutation",
-        "TilePlan",
-    ),
 }
-"""Names of submodules that this module had, too, and still has in version 0.2, with a warning."""
+"""Names that are in this module, too, by the module that has them; programs rely on both."""
 
 if TYPE_CHECKING:
+    from moe_ops.inspect.explanation import explain
     from moe_ops.layer import FusedMoE, FusedMoEOptions
     from moe_ops.layer.checkpoint import LoadReport, load_checkpoint
     from moe_ops.offload import offload_, offload_stats
-    from moe_ops.pipeline.explanation import explain
     from moe_ops.quantization import quantize_
     from moe_ops.training import expert_lora
 else:  # a type checker would take any name for one of this module
-    __getattr__, __dir__ = _on_demand(__name__, _LATER, _MOVED)
+    __getattr__, __dir__ = _on_demand(__name__, _LATER, _ALSO)
 
 __all__ = [
     "SCHEMES",

@@ -36,9 +36,9 @@ REMEMBERED = 4096
 def remembered(check: Callable[..., None]) -> Callable[..., None]:
     """Skip ``check`` if it passed before with equal arguments.
 
-    Tensors are equal if their shapes, strides, dtypes and devices are; the check must not read
-    anything else of them. Failures are not cached, and calls with symbolic sizes are checked every
-    time. A compiler traces the check itself.
+    Tensors are equal if their shapes, strides, dtypes and devices are, also in lists and tuples;
+    the check must not read anything else of them. Failures are not cached, and calls with symbolic
+    sizes are checked every time. A compiler traces the check itself.
     """
     passed: set[tuple[Any, ...]] = set()
 
@@ -48,7 +48,17 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             check(*arguments, **named)
             return
         try:
-            key = described((*arguments, *named.items()))
+            parts: list[Any] = []
+            values: list[Any] = [*arguments, *named.items()]
+            for x in values:  # lists and tuples append what they hold
+                if isinstance(x, Tensor):
+                    parts += (x.shape, x.stride(), x.dtype, x.device)
+                elif isinstance(x, (list, tuple)):
+                    parts += (x.__class__, len(x))
+                    values += x
+                else:  # with its type, since ``True == 1 == 1.0``
+                    parts += (x.__class__, x)
+            key = tuple(parts)
             has_passed = key in passed
         # An unhashable value or a tensor without strides: symbolic, or the check will raise.
         except (TypeError, RuntimeError) as error:
@@ -65,24 +75,6 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             passed.add(key)
 
     return checked
-
-
-def described(arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """A cache key: all that a check may read of its arguments; of tensors, everything but values.
-
-    Other values come with their types, since ``True == 1 == 1.0``.
-    """
-    parts: list[Any] = []
-    for x in arguments:
-        if x is None or x is True or x is False:
-            parts.append(x)
-        elif isinstance(x, Tensor):
-            parts += (x.shape, x.stride(), x.dtype, x.device)
-        elif isinstance(x, (list, tuple)):
-            parts.append(described(x))
-        else:
-            parts.append((x.__class__, x))
-    return tuple(parts)
 
 
 def not_traced() -> None:

@@ -40,12 +40,12 @@ from moe_ops.bench.tuning_record import record_entry
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts
 from moe_ops.doctor import DISTRIBUTION, LOADS, SHAPE, diagnose
+from moe_ops.inspect.devices import target_named, target_of
+from moe_ops.inspect.explanation import explain
+from moe_ops.inspect.host_costs import HOST_GBPS
+from moe_ops.inspect.traffic import LINKS, Link
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
-from moe_ops.pipeline.devices import target_named, target_of
-from moe_ops.pipeline.exchange.traffic import LINKS, Link
-from moe_ops.pipeline.explanation import explain
-from moe_ops.pipeline.host_costs import HOST_GBPS
 from moe_ops.scheme import Scheme, get_scheme
 from moe_ops.tuning import files, report
 from moe_ops.tuning.search import Clock, Prepare, Subject
@@ -311,7 +311,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "bench": Command("time or profile whole layers, next to other implementations", _bench),
+    "bench": Command("time or profile whole layers", _bench),
     "explain": Command("say which kernels a layer runs on, why, and what it costs", _explain),
     "tune": Command("time tiles on this GPU and record the fastest", _tune),
     "demo": Command("read and write text with a small MoE language model", _demo),

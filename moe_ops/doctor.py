@@ -19,9 +19,9 @@ from moe_ops.bench.problems import Problem, find_problem
 from moe_ops.brief import aligned
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts, plain_name
+from moe_ops.inspect.explanation import explain
 from moe_ops.integrations import engines
 from moe_ops.integrations.engines import Engine
-from moe_ops.pipeline.explanation import explain
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.scheme import SCHEMES, what_lacks
 from moe_ops.version import __version__

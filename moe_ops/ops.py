@@ -185,13 +185,6 @@ plan_slots = _op(
     "plan_slots(Tensor topk_ids, Tensor? expert_map, SymInt num_experts, str scheme,"
     " ScalarType dtype, bool batch_invariant=False) -> Tensor",
 )
-topk_plan = _op(
-    "topk_align",
-    "topk_plan(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
-    " bool renormalize, str scoring_func, float routed_scaling_factor, Tensor? expert_map,"
-    " SymInt num_local_experts, str scheme, ScalarType dtype, bool batch_invariant=False)"
-    " -> (Tensor topk_weights, Tensor topk_ids, Tensor plan)",
-)
 count_expert_num_tokens = _op(
     "align",
     "count_expert_num_tokens(Tensor topk_ids, Tensor? expert_map, SymInt num_local_experts)"

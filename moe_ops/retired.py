@@ -30,6 +30,10 @@ SCHEMAS = {
         "weight_only_sum(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
         " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles, str scheme,"
         " bool batch_invariant=False) -> Tensor",
+        "topk_plan(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
+        " bool renormalize, str scoring_func, float routed_scaling_factor, Tensor? expert_map,"
+        " SymInt num_local_experts, str scheme, ScalarType dtype, bool batch_invariant=False)"
+        " -> (Tensor topk_weights, Tensor topk_ids, Tensor plan)",
     ),
 }
 """Schemas by the last version that had the operators."""

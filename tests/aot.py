@@ -29,10 +29,10 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from moe_ops.dispatch.device import Device, assumed
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.kernels import symmetric, symmetric_batched
 from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
-from moe_ops.pipeline.devices import TARGETS
 from moe_ops.windows import FAILED, Window, WindowLayout
 
 KNOWN = [target.facts for target in TARGETS.values() if target.facts is not None]

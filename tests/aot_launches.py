@@ -12,7 +12,7 @@ from token_layers import Layer
 
 from moe_ops import fake_impls
 from moe_ops.dispatch.device import Device
-from moe_ops.kernels import align, expert_product, residency, topk_align
+from moe_ops.kernels import align, expert_product, residency
 from moe_ops.ops import STAGES
 from moe_ops.residency import StateLayout
 from moe_ops.residency.slots import COLUMNS
@@ -231,13 +231,7 @@ def launch_samples(names):
 
 def launch_more(empty):
     """What samples are too small for."""
-    ids, logits, layer = (
-        empty(4096, 8, dtype=torch.int32),
-        empty(8, 64),
-        (64, "unquantized", torch.bfloat16),
-    )
-    align.plan_slots(ids, None, *layer)
-    topk_align.topk_plan(logits, None, 8, True, "softmax", 1.0, None, *layer)
+    align.plan_slots(empty(4096, 8, dtype=torch.int32), None, 64, "unquantized", torch.bfloat16)
     for scheme in ("fp8_channel", "fp8_block128"):
         launch_unquantized(scheme)(empty)
         for tokens in (1, 65536):

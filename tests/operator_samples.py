@@ -120,8 +120,6 @@ def routing_samples(x, weights, ids):
     return {
         "fused_topk": [(logits, None, K, True, "softmax", 1.0),
                        (logits.half(), bias, K, False, "sigmoid", 2.0)],
-        "topk_plan": [(logits.repeat(2, 1), bias, K, True, "softmax", 1.0,
-                        MAP.to(device), 3, "mxfp4_w4a16", torch.bfloat16)],
         "grouped_topk": [
             (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
             (logits, None, K, False, "softmax", 1.0, 2, 2),

@@ -121,8 +121,6 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
         + [(some(2053, 8, dtype=BF16), None, 2, False, "softmax", 1.0)],
         "grouped_topk": [(some(9, 256), some(256), 8, True, "sigmoid", 2.5, 8, 4)],
         "sparsemixer": [(some(21, 16), 0.01)],
-        "topk_plan": [(some(tokens, 24), None, 4, True, "softmax", 1.0, None, 24, *BF)
-                      for tokens in (8, 33, 400)],
         "moe_align_block_size": [(t, mapping, 16, 4, True, True) for t in (few, many)],
         "plan_slots": [(t, mapping, 4, *BF) for t in (few, many)],
         "plan_permuted": [(order[0], many.numel(), "unquantized")],

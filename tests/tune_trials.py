@@ -3,7 +3,7 @@
 import math
 
 from moe_ops import get_scheme
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.tuning.search import Subject
 
 H200 = TARGETS["sm_90"].facts

@@ -4,7 +4,7 @@ import json
 
 from moe_ops.dispatch.hopper import PACKED
 from moe_ops.dispatch.tuned_file import file_name, parse
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 
 H200 = TARGETS["sm_90"].facts
 SIZES = (8, 64, 128)

@@ -26,7 +26,7 @@ from moe_ops.bench.problems import (
     unknown,
 )
 from moe_ops.brief import aligned
-from moe_ops.pipeline.devices import GPUS, TARGETS, Target, target_named, target_of
+from moe_ops.inspect.devices import GPUS, TARGETS, Target, target_named, target_of
 from moe_ops.scheme import SCHEMES, Scheme, get_scheme
 
 Value = TypeVar("Value")

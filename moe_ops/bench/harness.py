@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import moe_ops
-from moe_ops.pipeline.devices import MEASURED as HARDWARE
-from moe_ops.pipeline.workspace import PeakMemory
+from moe_ops.inspect.devices import MEASURED as HARDWARE
+from moe_ops.inspect.workspace import PeakMemory
 from moe_ops.tuning.shared_file import locked, replace_file
 
 CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent

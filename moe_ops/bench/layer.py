@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import traceback
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
@@ -37,8 +38,9 @@ from moe_ops.bench.harness import (
     run_header,
     write_rows,
 )
-from moe_ops.bench.peers import INSIDE, PEERS, Call, available
+from moe_ops.bench.peers import INSIDE, PEERS, available
 from moe_ops.bench.problems import (
+    Call,
     Experts,
     Inputs,
     Problem,
@@ -81,19 +83,21 @@ INVARIANT = "moe_ops-invariant"
 """This library in batch-invariant mode; timed only if ``--impls`` names it."""
 PLAIN = "moe_ops-plain"
 """This library with weights in the plain form; likewise."""
-IMPLS: dict[str, Callable[[Experts, Inputs], Call]] = {
-    "moe_ops": moe_ops_layer,
-    INVARIANT: partial(plain_layer, batch_invariant=True),
-    PLAIN: plain_layer,
-    **PEERS,
-}
+IMPLS: ChainMap[str, Callable[[Experts, Inputs], Call]] = ChainMap(
+    {
+        "moe_ops": moe_ops_layer,
+        INVARIANT: partial(plain_layer, batch_invariant=True),
+        PLAIN: plain_layer,
+    },
+    PEERS,  # type: ignore[arg-type]
+)
 OURS = ("moe_ops", INVARIANT, PLAIN)
 """This library's implementations, which run every scheme. (Batch-invariant mode does not run
 schemes with a scale shared by all tokens.)"""
 
 
 def math_of(scheme: Scheme) -> str:
-    """The dtype of the products, as `moe_ops.pipeline.devices` names it; int8 counts as fp8."""
+    """The dtype of the products, as `moe_ops.inspect.devices` names it; int8 counts as fp8."""
     return "bf16" if scheme.activation is None or scheme.dequantizes_both else "fp8"
 
 

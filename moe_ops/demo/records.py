@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_ops.bench.harness import CHECKOUT
 from moe_ops.bench.problems import find_problem
-from moe_ops.pipeline.explanation import explain
+from moe_ops.inspect.explanation import explain
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
 """The records, if the package is a checkout's."""

@@ -104,9 +104,6 @@ all slots, so more concurrent programs would only slow it down."""
 MANY_TOKENS = 2048
 """Token count from which a top-k program routes several tokens: programs that route one would end
 before others begin."""
-ONE_LAUNCH_LOGITS = 512
-"""The most logits (4 tokens of 128 experts) that are routed and aligned in one launch: every
-program routes all of them again, which takes less time than another launch."""
 
 
 class Gemm(NamedTuple):
@@ -297,10 +294,3 @@ def scan_sizes(num_slots: int) -> Scan:
     if num_slots <= 32768:
         return Scan(256, 4)
     return Scan(1024 if num_slots <= 262144 else 4096, 8)
-
-
-def few_tokens(num_tokens: int, num_experts: int) -> int:
-    """Tokens to route and align in one launch, rounded up; 0 if that takes two launches."""
-    rounded = next_power_of_2(num_tokens)
-    logits = rounded * next_power_of_2(num_experts)
-    return rounded if 0 < num_tokens <= 8 and logits <= ONE_LAUNCH_LOGITS else 0

@@ -142,7 +142,7 @@ class FusedMoEMethodBase(ABC):
                 shared_experts_input,
                 lora,
             )
-            beside = None if shared_experts_input is None else shared_experts_of(layer)
+            beside = None if shared_experts_input is None else shared_experts_of(layer, kernel)
             return kernel.run(call, beside)
         return fused_experts(
             x,
@@ -261,13 +261,15 @@ class FusedMoEMethodBase(ABC):
         )
 
 
-def shared_experts_of(layer: ExpertLayer) -> Callable[[Tensor], Tensor] | None:
-    """Return the shared experts of the layer or of its kernel; each token goes to them once.
+def shared_experts_of(
+    layer: ExpertLayer, kernel: FusedMoEKernel | None
+) -> Callable[[Tensor], Tensor] | None:
+    """Return the shared experts of the layer or of its ``kernel``; each token goes to them once.
 
     Raises:
         ValueError: the layer and its kernel have different ones.
     """
-    own, kernel = layer.shared_experts, layer.kernel
+    own = layer.shared_experts
     beside = None if kernel is None else kernel.shared_experts
     if own is None:
         return beside

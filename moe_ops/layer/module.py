@@ -13,6 +13,7 @@ from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
+from moe_ops.inspect.warmup import Variants, run_variants
 from moe_ops.layer.adapters import adapters_of
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
@@ -35,7 +36,6 @@ from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
 from moe_ops.pipeline.lora import ExpertLora
-from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 from moe_ops.scheme import UNQUANTIZED, as_scheme
 
@@ -228,14 +228,16 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             is_padding, input_ids, topk_ids = token_arguments(
                 hidden_states, tokens, is_padding, input_ids, num_unpadded_tokens, topk_ids
             )
+        kernel = self.kernel
         if self.is_spread:
-            self._check_ranks(tokens)
+            self._check_ranks(tokens, kernel)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        shared_experts, shared_input = shared_experts_of(self), shared_experts_input
+        shared_experts = self.shared_experts if kernel is None else shared_experts_of(self, kernel)
+        shared_input = shared_experts_input
         if shared_input is None:
             shared_input = hidden_states
-        in_kernel = shared_experts is not None and self.kernel is not None
+        in_kernel = shared_experts is not None and kernel is not None
         # Kernels that exchange tokens cut them into chunks after the exchange: ranks may need
         # different numbers of chunks.
         whole = self.chunk_size is None or self.exchanges_tokens
@@ -263,11 +265,11 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _check_ranks(self, tokens: Tensor) -> None:
+    def _check_ranks(self, tokens: Tensor, kernel: Any) -> None:
         """Check a call of a layer over several ranks: see `moe_ops.layer.rank_checks`."""
         check_call(self, tokens)
-        if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
-            _refuse_kernel_without_exchange(self.kernel)
+        if self.exchanges_tokens and not kernel.output_is_reduced():
+            _refuse_kernel_without_exchange(kernel)
 
     def forward_impl(
         self,
@@ -360,7 +362,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         if width != self.hidden_size:
             checks.size("hidden_states.shape[1]", width, "hidden_size", self.model_hidden_size)
             tokens = pad(tokens, (0, self.hidden_size - width))
-        if self._sums_over_ranks() and wanted(tokens, weights):
+        if torch.is_grad_enabled() and self._sums_over_ranks() and wanted(tokens, weights):
             tokens, weights = Copied.apply(self.rank_group, tokens, weights)
         inputs = (tokens, weights, ids)
         more: dict[str, Any] = {} if lora is None else {"lora": lora}

@@ -14,7 +14,6 @@ _LATER = {
     "Call": "calls",
     "ExactAllToAllPrepareAndFinalize": "exchange.exact",
     "ExpertTokensMetadata": "formats",
-    "Explanation": "explanation",
     "FixedCapacityPrepareAndFinalize": "exchange.fixed_capacity",
     "FusedMoEActivationFormat": "formats",
     "FusedMoEExperts": "experts",
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
         Supports,
         TritonExperts,
     )
-    from moe_ops.pipeline.explanation import Explanation
     from moe_ops.pipeline.formats import (
         ExpertTokensMetadata,
         FusedMoEActivationFormat,
@@ -98,7 +96,6 @@ __all__ = [
     "Call",
     "ExactAllToAllPrepareAndFinalize",
     "ExpertTokensMetadata",
-    "Explanation",
     "FixedCapacityPrepareAndFinalize",
     "FusedMoEActivationFormat",
     "FusedMoEExperts",

@@ -19,7 +19,9 @@ from torch.autograd import Function
 
 from moe_ops import ops
 from moe_ops.gradients import once, wanted
-from moe_ops.pipeline.gemms import activated, gemm, quantized
+from moe_ops.pipeline.forward import Pass, forward
+from moe_ops.pipeline.gathering import Settings
+from moe_ops.pipeline.gemms import activated, quantized
 from moe_ops.pipeline.lora import (
     ExpertLora,
     Factors,
@@ -30,7 +32,6 @@ from moe_ops.pipeline.lora import (
     low_product,
 )
 from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.pipeline.slot_experts import Settings, slot_experts
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
 
@@ -78,11 +79,15 @@ class Operands(NamedTuple):
         w1, w2 = w1._replace(host=self.w1_host), w2._replace(host=self.w2_host)
         return ExpertWeights(w1, w2, self.a1_scale, self.a2_scale)
 
+    @property
+    def routing(self) -> Routing:
+        """The tokens' routing."""
+        return Routing(self.topk_weights, self.topk_ids, self.expert_map)
+
     def space(self, settings: Settings, plan: Tensor | None) -> SlotRows:
         """The row space of the call's routing."""
-        routing = Routing(self.topk_weights, self.topk_ids, self.expert_map)
         experts, invariant = self.w1.shape[0], settings.batch_invariant
-        return SlotRows.of(routing, experts, settings.scheme, self.x.dtype, invariant, plan)
+        return SlotRows.of(self.routing, experts, settings.scheme, self.x.dtype, invariant, plan)
 
     def adapters(self, settings: Settings, plan: Tensor | None) -> SlotRows | None:
         """The row space of the adapters' GEMMs; None without adapters."""
@@ -116,10 +121,9 @@ def differentiable_experts(
     routing: Routing,
     settings: Settings,
     config: FusedMoEQuantConfig,
-    plan: Tensor | None = None,
     lora: ExpertLora | None = None,
 ) -> Tensor:
-    """`slot_experts` with gradients of ``x``, weights, biases and router weights.
+    """`forward` with gradients of ``x``, weights, biases and router weights.
 
     The backward pass reads the product of the first GEMM, rounded to the dtype of ``x``. With
     adapters the forward pass reads it, too: it is rounded before the activation.
@@ -130,7 +134,6 @@ def differentiable_experts(
         routing: the tokens' routing.
         settings: all else.
         config: scheme and scales of the weights.
-        plan: see `SlotRows.of`.
         lora: adapters beside both products.
     """
     w1, b1, *first = weights.w1[:5]
@@ -143,7 +146,9 @@ def differentiable_experts(
     on_host = (weights.w1.host, weights.w2.host)
     constants = (*first, *second, *weights[2:], *global_scales, *on_host)
     operands = Operands._make((*differentiable, *ids, *constants))
-    return _Experts.apply(settings, plan, *operands)
+    if lora_ids is not None:
+        settings = settings._replace(rounds_product=True)
+    return _Experts.apply(settings, *operands)
 
 
 def _lora_operands(
@@ -166,15 +171,16 @@ class _Experts(Function):
     """The pipeline as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, settings: Settings, plan: Tensor | None, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, settings: Settings, *tensors: Any) -> Tensor:
         """Run the stages; keep the operands, the plan and the product of the first GEMM."""
-        operands = Operands(*tensors)
-        space = operands.space(settings, plan)
+        operands, kept = Operands(*tensors), []  # type: ignore[var-annotated]
         adapters = operands.adapters(settings, None)
-        out, product = _forward(settings, operands, space, adapters)
+        between = None if adapters is None else _Adapters(operands, settings, adapters, [])
+        step = Pass(operands.weights(), settings, between=between)
+        out: Tensor = forward(step, operands.x, operands.routing, record=kept)
         ctx.settings = settings
         lora_plan = None if adapters is None else adapters.tiles.plan
-        ctx.save_for_backward(*tensors, product, space.tiles.plan, lora_plan)
+        ctx.save_for_backward(*tensors, *kept, lora_plan)
         return out
 
     @staticmethod
@@ -182,84 +188,43 @@ class _Experts(Function):
     def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> Any:
         """Compute the gradients that are asked for."""
         *tensors, product, plan, lora_plan = saved
-        operands, asked = Operands(*tensors), Operands(*ctx.needs_input_grad[2:])
+        operands, asked = Operands(*tensors), Operands(*ctx.needs_input_grad[1:])
         spaces = operands.space(ctx.settings, plan), operands.adapters(ctx.settings, lora_plan)
         work = _Backward(ctx.settings, operands, asked, *spaces)
         gradients = work.run(grad.contiguous(), product)
-        return (None, None, *gradients, *[None] * (len(tensors) - DIFFERENTIABLE))
+        return (None, *gradients, *[None] * (len(tensors) - DIFFERENTIABLE))
 
 
-def _forward(
-    settings: Settings, operands: Operands, space: SlotRows, adapters: SlotRows | None
-) -> tuple[Tensor, Tensor]:
-    """The result, and the product of the first GEMM.
+class _Adapters(NamedTuple):
+    """Low-rank products beside both GEMMs, added to rounded products."""
 
-    Adapters are added to rounded products. Without adapters a call with gradients has the stages
-    and the bits of a call without gradients.
-    """
-    if adapters is None and not settings.rounds_product:
-        products: list[Tensor] = []
-        rows = _first_rows(settings, operands, space)
-        weights, topk_weights = operands.weights(), operands.topk_weights
-        dtype = operands.x.dtype
-        out = slot_experts(rows, weights, settings, space, topk_weights, dtype, products=products)
-        return out, products[0]
-    product = _first_product(settings, operands, space, adapters)
-    y = _second_product(settings, operands, space, adapters, product)
-    if not settings.summed:
-        return y, product
-    on_output = None if settings.on_input else operands.topk_weights
-    ids, expert_map = operands.topk_ids, operands.expert_map
-    num_experts = space.num_local_experts
-    return ops.moe_fused_mul_sum(y, on_output, ids, expert_map, None, num_experts), product
+    operands: Operands
+    settings: Settings
+    space: SlotRows
+    """The row space of the adapters' GEMMs."""
+    activated: list[Tensor]
+    """The activated rows that the second adapter reads."""
 
+    def activate(self, product: Tensor, space: SlotRows, step: Pass) -> Rows:
+        """Add the first adapter's product, then activate."""
+        operands, weights, (scheme, key, *_) = self.operands, step.weights, self.settings
+        if operands.lora1_a is not None:
+            low = low_product(operands.x, operands.lora1_a, self.space, operands.topk_ids.shape[1])
+            on_input = operands.topk_weights if self.settings.on_input else None
+            add_product(product, low, operands.lora1_b, self.space, on_input)
+        if operands.lora2_a is None:
+            return activated(product, weights, space, scheme, key)
+        rows = ops.activation(product, key)
+        self.activated.append(rows)
+        return quantized(rows, weights.a2_scale, weights.w2, space, scheme)
 
-def _first_rows(settings: Settings, operands: Operands, space: SlotRows) -> Rows:
-    """The tokens; or, quantized with their router weights, the rows of slots."""
-    quant = settings.scheme.activation
-    if quant is None or not settings.on_input:
-        return Rows(operands.x)
-    slots = (operands.topk_ids, operands.expert_map, space.num_local_experts)
-    weights = operands.topk_weights
-    return Rows(*ops.moe_quantize(operands.x, operands.a1_scale, weights, *slots, quant.key))
-
-
-def _second_product(
-    settings: Settings,
-    operands: Operands,
-    space: SlotRows,
-    adapters: SlotRows | None,
-    product: Tensor,
-) -> Tensor:
-    """The product of the second GEMM with its bias, ``(T * k, H)``."""
-    scheme, weights = settings.scheme, operands.weights()
-    if adapters is None or operands.lora2_a is None:
-        h = activated(product, weights, space, scheme, settings.activation)
-        return gemm(h, weights.w2, space, 1, scheme, operands.x.dtype)
-    rows = ops.activation(product, settings.activation)
-    h = quantized(rows, weights.a2_scale, weights.w2, space, scheme)
-    y = gemm(h, weights.w2, space, 1, scheme, operands.x.dtype)
-    add_product(y, low_product(rows, operands.lora2_a, adapters, 1), operands.lora2_b, adapters)
-    return y
-
-
-def _first_product(
-    settings: Settings, operands: Operands, space: SlotRows, adapters: SlotRows | None
-) -> Tensor:
-    """The product of the first GEMM with its bias, ``(T * k, 2I)``."""
-    scheme, x, weights = settings.scheme, operands.x, operands.weights()
-    top_k = operands.topk_ids.shape[1]
-    on_input = operands.topk_weights if settings.on_input else None
-    rows = _first_rows(settings, operands, space)
-    if rows.scale is None:
-        rows = quantized(x, operands.a1_scale, weights.w1, space, scheme, top_k)
-        product = gemm(rows, weights.w1, space, top_k, scheme, x.dtype, "", on_input)
-    else:  # rows of slots, which contain the weights
-        product = gemm(rows, weights.w1, space, 1, scheme, x.dtype)
-    if adapters is not None and operands.lora1_a is not None:
-        low = low_product(x, operands.lora1_a, adapters, top_k)
-        add_product(product, low, operands.lora1_b, adapters, on_input)
-    return product
+    def after(self, y: Tensor) -> Tensor:
+        """Add the second adapter's product."""
+        operands = self.operands
+        if operands.lora2_a is not None:
+            low = low_product(self.activated.pop(), operands.lora2_a, self.space, 1)
+            add_product(y, low, operands.lora2_b, self.space)
+        return y
 
 
 class _Backward(NamedTuple):

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.functional.align import count_expert_num_tokens
-from moe_ops.gradients import wanted
 from moe_ops.pipeline.formats import ExpertTokensMetadata, PrepareResult
 from moe_ops.pipeline.lora import ExpertLora, attached_lora_ids
 from moe_ops.pipeline.prepare_finalize import Hook, Receiver
@@ -39,16 +38,35 @@ class Call(NamedTuple):
         )
 
 
+class Decision(NamedTuple):
+    """What is decided about a call before anything runs."""
+
+    most: int | None
+    """The most tokens that prepare may send at once; None: any number."""
+
+    inputs: list[Tensor]
+    """The tensors that require grad, in grad mode."""
+    reason: str | None
+    """Why there are no gradients although there are ``inputs``; None: there are."""
+    recorded: bool
+    """Whether the experts run as with gradients: with gradients, or with adapters."""
+
+
 class Pending(NamedTuple):
     """A step that has been started."""
 
     hook: Hook | None
     receiver: Receiver
+    decision: Decision | None = None
+    """What was decided about the call; None: the step is not the first one."""
 
     @staticmethod
-    def of(started: Receiver | tuple[Hook, Receiver]) -> Pending:
-        """The pending step for the return value of an asynchronous method."""
-        return Pending(*started) if isinstance(started, tuple) else Pending(None, started)
+    def of(started: Any, decision: Decision | None = None, *, is_async: bool = True) -> Pending:
+        """The pending step for the return value of a method, which may be asynchronous."""
+        if not is_async:
+            return Pending(None, lambda: started, decision)
+        hook, receiver = started if isinstance(started, tuple) else (None, started)
+        return Pending(hook, receiver, decision)
 
     def wait(self) -> Any:
         """Call the hook, then the receiver; returns the result."""
@@ -79,16 +97,9 @@ def routed(call: Call, prepared: PrepareResult) -> Call:
     )
 
 
-def differentiable(call: Call) -> tuple[Tensor, ...]:
-    """The float tensors that the routed result depends on, beside adapters."""
-    return call.hidden_states, call.w1, call.w2, call.topk_weights
-
-
 def without_history(call: Call) -> Call:
     """The call with detached tensors, except for the shared experts' input."""
-    if not wanted(*differentiable(call), call.lora):
-        return call
-    x, w1, w2, weights = (tensor.detach() for tensor in differentiable(call))
+    x, w1, w2, weights = (tensor.detach() for tensor in call[:4])
     lora = None if call.lora is None else call.lora.detach()
     return call._replace(hidden_states=x, w1=w1, w2=w2, topk_weights=weights, lora=lora)
 

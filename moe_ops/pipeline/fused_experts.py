@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +12,21 @@ from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.gradients import check_transforms, refuse, wanted
 from moe_ops.pipeline.backward import differentiable_experts, lacking
+from moe_ops.pipeline.forward import Pass, forward
+from moe_ops.pipeline.gathering import Settings
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
+from moe_ops.pipeline.layer_checks import (
+    check_experts,
+    check_layer,
+    check_not_quantized,
+    check_num_experts,
+)
 from moe_ops.pipeline.lora import ExpertLora, check_lora
-from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
-from moe_ops.pipeline.slot_experts import Settings, slot_experts
-from moe_ops.pipeline.token_rows import first_rows
+from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing.arguments import check_logits, check_scoring
-from moe_ops.routing.topk import fused_topk
+from moe_ops.routing.backward import differentiable_topk
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
-from moe_ops.tensors import ExpertWeights, Routing
+from moe_ops.tensors import Routing, Rows
 
 NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
 
@@ -105,15 +111,14 @@ def fused_experts(
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the
         rows of GEMM 2 and k > 1 is rejected with ``apply_router_weight_on_input``.
     """
-    return _experts(
-        None,
+    return _enter(
         hidden_states,
         (w1, w2, w1_bias, w2_bias),
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         flags=(apply_router_weight_on_input, batch_invariant),
-        config=_config(quant_config),
+        config=quant_config,
         lora=lora,
     )
 
@@ -149,75 +154,117 @@ def expert_rows(
     Raises:
         TypeError, ValueError, NotImplementedError: as `fused_experts`.
     """
-    return _experts(
-        None,
+    return _enter(
         hidden_states,
         (w1, w2, w1_bias, w2_bias),
         routing._replace(topk_weights=routing.topk_weights.detach()),
         activation=activation,
         global_num_experts=-1,
         flags=(False, False),
-        config=_config(quant_config),
+        config=quant_config,
         lora=lora,
         summed=False,
     )
 
 
+class Router(NamedTuple):
+    """The routing of `fused_moe`, before it is made; the fields are its arguments."""
+
+    gating_output: Tensor
+    topk: int
+    renormalize: bool
+    scoring_func: str
+    expert_map: Tensor | None
+
+    def route(self) -> Routing:
+        """Route the tokens, with a gradient of the logits if it may be asked for."""
+        logits, topk, renormalize, scoring_func, expert_map = self
+        if torch.is_grad_enabled() and logits.requires_grad:
+            weighing = topk, renormalize, scoring_func, 1.0
+            routed = differentiable_topk("fused_topk", logits, None, weighing)
+        else:
+            routed = ops.fused_topk(logits, None, topk, renormalize, scoring_func, 1.0)
+        return Routing(*routed, expert_map)
+
+
 @checks.remembered
 def _check_call(
-    apply_router_weight_on_input: bool, batch_invariant: bool, scheme: Scheme, *layer: Any
+    routing: Routing | Router,
+    apply_router_weight_on_input: bool,
+    batch_invariant: bool,
+    global_num_experts: int,
+    *experts: Any,
 ) -> None:
-    """Check the arguments of `fused_experts`; ``layer`` holds the arguments of `check_layer`."""
+    """Check the arguments of a call; ``experts`` are the arguments of `check_experts`."""
+    hidden_states, w1, w2, _, _, _, scheme, *_ = experts
+    if isinstance(routing, Router):
+        _check_router(routing, hidden_states, w1, w2, scheme)
     checks.flags(
         apply_router_weight_on_input=apply_router_weight_on_input, batch_invariant=batch_invariant
     )
-    check_layer(*layer)
+    if isinstance(routing, Router):
+        check_experts(*experts)
+        check_num_experts(w1, global_num_experts, routing.expert_map, routing.gating_output)
+    else:
+        check_layer(*routing, global_num_experts, *experts)
     if batch_invariant:
         check_batch_invariant(scheme)
 
 
-def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
-    config = NOT_QUANTIZED if quant_config is None else quant_config
-    if not isinstance(config, FusedMoEQuantConfig):
-        raise TypeError(
-            "quant_config must be a FusedMoEQuantConfig, as FusedMoEQuantConfig.from_weights makes "
-            f"it of a scheme and its weights, got {type(config).__name__}"
-        )
-    return config
+def _check_router(
+    router: Router, hidden_states: Tensor, w1: Tensor, w2: Tensor, scheme: Scheme
+) -> None:
+    """Check the arguments of `fused_moe` that `fused_experts` lacks, and the numbers of experts."""
+    logits, topk, renormalize, scoring_func, expert_map = router
+    check_logits(hidden_states, logits, topk)
+    check_scoring(logits, scoring_func, None)
+    checks.expert_map(expert_map, logits)
+    checks.flags(renormalize=renormalize)
+    for name, w in (("w1", w1), ("w2", w2)):
+        if scheme.weight is None:
+            check_not_quantized(name, w)
+        else:
+            checks.tensor(name, w, 3, None)
+    experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
+    checks.size("gating_output.shape[1]", logits.shape[1], "the number of experts", experts)
 
 
-def _experts(
-    plan: Tensor | None,
+def _enter(
     hidden_states: Tensor,
     weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    routing: Routing,
+    routing: Routing | Router,
     *,
     activation: MoEActivation | Activation | str,
     global_num_experts: int,
     flags: tuple[bool, bool],
-    config: FusedMoEQuantConfig,
+    config: FusedMoEQuantConfig | None,
     lora: ExpertLora | None = None,
     summed: bool = True,
 ) -> Tensor:
-    """`fused_experts` with an optional tile plan; ``weights``: both weights, and both biases.
+    """Check a call, decide what gradients it has, and run it.
 
-    ``flags``: ``apply_router_weight_on_input`` and ``batch_invariant``. ``summed=False`` returns
-    the slots' rows: see `expert_rows`.
+    ``weights``: both weights, and both biases. ``flags``: ``apply_router_weight_on_input`` and
+    ``batch_invariant``. ``summed=False`` returns the slots' rows: see `expert_rows`.
     """
-    scheme, (w1, w2, *biases) = config.scheme, weights
+    if config is None:
+        config = NOT_QUANTIZED
+    elif not isinstance(config, FusedMoEQuantConfig):
+        raise TypeError(
+            "quant_config must be a FusedMoEQuantConfig, as FusedMoEQuantConfig.from_weights makes "
+            f"it of a scheme and its weights, got {type(config).__name__}"
+        )
+    scheme, (w1, w2, b1, b2) = config.scheme, weights
     kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
     if kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device):
         dtype = torch.get_autocast_dtype(kind_of_device)
-        plan = plan if hidden_states.dtype == dtype else None
         hidden_states = hidden_states.to(dtype)
         w1, w2 = _autocast(w1, w2, dtype, config)
     kind, key = kind_and_key(activation)
-    b1, b2 = config.biases(*biases)
+    b1, b2 = config.w1_bias if b1 is None else b1, config.w2_bias if b2 is None else b2
     quantization = () if scheme.weight is None else config.tensors
     _check_call(
+        routing,
         *flags,
-        scheme,
-        *routing,
         global_num_experts,
         hidden_states,
         w1,
@@ -228,28 +275,37 @@ def _experts(
         scheme,
         *quantization,
     )
-    experts = expert_weights(w1, w2, config, (b1, b2))
-    settings = Settings(scheme, key, *flags, summed)
+    settings = Settings(scheme, key, *flags, hidden_states.dtype, summed)
+    step = Pass(expert_weights(w1, w2, config, (b1, b2)), settings)
+    source = routing.route if isinstance(routing, Router) else routing
     inputs: list[Tensor] = []
-    if torch.is_grad_enabled():
-        inputs = wanted(hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
+    if torch.is_grad_enabled():  # the first field: router weights, or what they are made of
+        inputs = wanted(hidden_states, w1, w2, routing[0], b1, b2, config, lora)
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
     elif not inputs:
-        return _untrained(hidden_states, experts, routing, settings, config, plan)
+        return forward(step, hidden_states, source)
+    trained = step._replace(through=partial(_differentiable, step, config, lora))
     reason = lacking((w1, w2), config)
     if reason is not None:
         with torch.no_grad():
-            out = (
-                _untrained(hidden_states, experts, routing, settings, config, plan)
-                if lora is None
-                else differentiable_experts(
-                    hidden_states, experts, routing, settings, config, plan, lora
-                )
-            )
+            out = forward(step if lora is None else trained, hidden_states, source)
         return refuse(out, inputs, "fused_experts", reason)
     check_transforms("fused_experts")
-    return differentiable_experts(hidden_states, experts, routing, settings, config, plan, lora)
+    return forward(trained, hidden_states, source)
+
+
+def _differentiable(
+    step: Pass,
+    config: FusedMoEQuantConfig,
+    lora: ExpertLora | None,
+    rows: list[Rows],
+    _: None,
+    routing: Routing,
+) -> Tensor:
+    """`forward` of the same step as a node of the graph: see `Pass.through`."""
+    x = rows.pop().data
+    return differentiable_experts(x, step.weights, routing, step.settings, config, lora)
 
 
 def _autocast(
@@ -267,56 +323,6 @@ def _autocast(
             f"torch.autocast must have the dtype of experts in host memory, {w1.dtype}, got {dtype}"
         )
     return w1.to(dtype), w2.to(dtype)
-
-
-def _untrained(
-    x: Tensor,
-    weights: ExpertWeights,
-    routing: Routing,
-    settings: Settings,
-    config: FusedMoEQuantConfig,
-    plan: Tensor | None,
-) -> Tensor:
-    """`differentiable_experts` without gradients, which stores no product."""
-    scheme, invariant = settings.scheme, settings.batch_invariant
-    num_experts = weights.w1.data.shape[0]
-    return slot_experts(
-        first_rows(x, config, routing, num_experts, settings.on_input),
-        weights,
-        settings,
-        SlotRows.of(routing, num_experts, scheme, x.dtype, invariant, plan),
-        routing.topk_weights,
-        x.dtype,
-    )
-
-
-@checks.remembered
-def _check_routed(
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    gating_output: Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str,
-    expert_map: Tensor | None,
-    scheme: Scheme,
-    batch_invariant: bool,
-) -> None:
-    """Check the arguments of `fused_moe` before it routes."""
-    check_logits(hidden_states, gating_output, topk)
-    check_scoring(gating_output, scoring_func, None)
-    checks.expert_map(expert_map, gating_output)
-    checks.flags(renormalize=renormalize, batch_invariant=batch_invariant)
-    for name, w in (("w1", w1), ("w2", w2)):
-        if scheme.weight is None:
-            check_not_quantized(name, w)
-        else:
-            checks.tensor(name, w, 3, None)
-    experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
-    checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
-    if batch_invariant:
-        check_batch_invariant(scheme)
 
 
 def fused_moe(
@@ -337,7 +343,7 @@ def fused_moe(
     quant_config: FusedMoEQuantConfig | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Route as `fused_topk` does (few tokens: in the launch that aligns), then run `fused_experts`.
+    """Route as `fused_topk` does, then run `fused_experts`.
 
     Args:
         hidden_states: ``(T, H)``.
@@ -362,45 +368,12 @@ def fused_moe(
     Raises:
         TypeError, ValueError, NotImplementedError: as `fused_topk` and `fused_experts`.
     """
-    config = _config(quant_config)
-    _check_routed(
-        hidden_states,
-        w1,
-        w2,
-        gating_output,
-        topk,
-        renormalize,
-        scoring_func,
-        expert_map,
-        config.scheme,
-        batch_invariant,
-    )
-    if torch.is_grad_enabled() and gating_output.requires_grad:
-        plan = None
-        topk_weights, topk_ids = fused_topk(
-            hidden_states, gating_output, topk, renormalize, None, scoring_func
-        )
-    else:
-        topk_weights, topk_ids, plan = ops.topk_plan(
-            gating_output,
-            None,
-            topk,
-            renormalize,
-            scoring_func,
-            1,
-            expert_map,
-            w1.shape[0],
-            config.scheme.key,
-            hidden_states.dtype,
-            batch_invariant,
-        )
-    return _experts(
-        plan,
+    return _enter(
         hidden_states,
         (w1, w2, w1_bias, w2_bias),
-        Routing(topk_weights, topk_ids, expert_map),
+        Router(gating_output, topk, renormalize, scoring_func, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         flags=(apply_router_weight_on_input, batch_invariant),
-        config=config,
+        config=quant_config,
     )

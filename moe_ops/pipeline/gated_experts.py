@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_ops import checks, ops
+from moe_ops import checks
 from moe_ops.activation import MoEActivation
 from moe_ops.gradients import inference_only
+from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
-from moe_ops.pipeline.gemms import expert_weights, gemm, quantized
+from moe_ops.pipeline.gathering import Settings
+from moe_ops.pipeline.gemms import expert_weights, quantized
 from moe_ops.pipeline.layer_checks import check_layer
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
 from moe_ops.scheme import FusedMoEQuantConfig
-from moe_ops.tensors import Routing
+from moe_ops.tensors import Routing, Rows
 
 
 @inference_only
@@ -76,16 +79,30 @@ def gated_experts(
 
     if batch_invariant:
         check_batch_invariant(scheme)
-    num_local_experts, dtype = w1.shape[0], hidden_states.dtype
-    space = SlotRows.of(routing, num_local_experts, scheme, dtype, batch_invariant)
-    top_k = topk_ids.shape[1]
-    rows = quantized(hidden_states, weights.a1_scale, weights.w1, space, scheme, top_k)
-    h = gate(gemm(rows, weights.w1, space, top_k, scheme, dtype))
-    checks.tensor("gate(rows)", h, 2, checks.FLOATS)
-    width = w1.shape[1] // 2 if is_gated else w1.shape[1]
-    checks.size("gate(rows).shape[1]", h.shape[1], "the columns of w2", width)
-    h = h.to(dtype).contiguous()
-    rows = quantized(h, weights.a2_scale, weights.w2, space, scheme)
-    y = gemm(rows, weights.w2, space, 1, scheme, dtype)
-    y = y if norm is None else norm(y)
-    return ops.moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_local_experts)
+    width, dtype = w1.shape[1] // 2 if is_gated else w1.shape[1], hidden_states.dtype
+    settings = Settings(scheme, "", False, batch_invariant, dtype, rounds_product=True)
+    step = Pass(weights, settings, between=_Gate(gate, norm, width))
+    out: Tensor = forward(step, hidden_states, routing)
+    return out
+
+
+class _Gate(NamedTuple):
+    """The caller's functions of the rows of both GEMMs."""
+
+    gate: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor], Tensor] | None
+    width: int
+    """Columns that ``gate`` must return."""
+
+    def activate(self, product: Tensor, space: SlotRows, step: Pass) -> Rows:
+        """Pass the first GEMM's product to the gate."""
+        h = self.gate(product)
+        checks.tensor("gate(rows)", h, 2, checks.FLOATS)
+        checks.size("gate(rows).shape[1]", h.shape[1], "the columns of w2", self.width)
+        (scheme, *_), weights = step.settings, step.weights
+        h = h.to(product.dtype).contiguous()
+        return quantized(h, weights.a2_scale, weights.w2, space, scheme)
+
+    def after(self, y: Tensor) -> Tensor:
+        """Pass the experts' rows to the norm."""
+        return y if self.norm is None else self.norm(y)

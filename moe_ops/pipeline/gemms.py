@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.device import Device, device_facts, row_tile_facts
 from moe_ops.dispatch.early import EARLY
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.operands import layer_operands, sums_one_token
 from moe_ops.dispatch.problem import problem_of
-from moe_ops.dispatch.row_tiles import tile_rule
+from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.pipeline.row_spaces import (
     BatchedRows,
     SlotRows,
     always,
-    may_be_one,
     sure,
 )
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, get_scheme, is_packed
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 
 
@@ -62,20 +63,6 @@ def _factor(global_scale: Tensor | None, of_rows: Tensor | None) -> Tensor | Non
     return global_scale.float() * of_rows.float().reshape(())
 
 
-def stored(
-    rows: Rows,
-    weights: ExpertWeights,
-    space: SlotRows | BatchedRows,
-    scheme: Scheme,
-    top_k: int = 1,
-    activation: str = "",
-) -> Rows:
-    """The input of the first GEMM; calls `quantized` on rows that prepare did not quantize."""
-    if rows.scale is not None:
-        return rows
-    return quantized(rows.data, weights.a1_scale, weights.w1, space, scheme, top_k, activation)
-
-
 def quantized(
     x: Tensor,
     scale: Tensor | None,
@@ -87,6 +74,13 @@ def quantized(
 ) -> Rows:
     """Quantize rows unless the scheme keeps them or the GEMM op quantizes them itself.
 
+    The GEMM's plan says whether the op does, which saves a pass. If the op would gather the rows,
+    each row must belong to one slot, not to a token whose row several slots read. Rows that are
+    dequantized are left to a kernel for a packed weight only, which wants them in bf16. Under a
+    compiler sizes may be symbolic and there is no plan to ask, so the op decides when it runs,
+    unless there are certainly many slots. (With many slots, the rows before and after quantization
+    would be held at the same time.)
+
     Args:
         x: rows that are not quantized.
         scale: the static scale, or None.
@@ -96,57 +90,72 @@ def quantized(
         top_k: slots that read the same row.
         activation: key of the activation of the product.
     """
-    if scheme.activation is None:
-        return Rows(x)
-    if isinstance(space, SlotRows) and _quantizes(x, weight, space, scheme, top_k, activation):
-        return Rows(x, scale)
-    return space.quantize(x, scale, scheme.activation)
-
-
-def _quantizes(
-    x: Tensor,
-    weight: ExpertWeight,
-    space: SlotRows,
-    scheme: Scheme,
-    top_k: int,
-    activation: str,
-) -> bool:
-    """Whether the GEMM op quantizes its rows, which saves a pass.
-
-    The GEMM's plan says so. If the op would gather the rows, each row must belong to one slot, not
-    to a token whose row several slots read. Rows that are dequantized are left to a kernel for a
-    packed weight only, which wants them in bf16. Under a compiler sizes may be symbolic and there
-    is no plan to ask, so the op decides when it runs, unless there are certainly many slots. (With
-    many slots, the rows before and after quantization would be held at the same time.)
-    """
     quant, ids = scheme.activation, space.tiles.topk_ids
-    if ids is None or space.batch_invariant or quant is None:
-        return False
+    if quant is None:
+        return Rows(x)
     fragments = scheme.dequantizes_both and is_packed(weight.data)
     widens = fragments and not x.is_cpu  # references have no plan
-    if quant.of_all_rows or (scheme.dequantizes_both and not widens):
-        return False
+    if (
+        ids is None
+        or space.batch_invariant
+        or quant.of_all_rows
+        or (scheme.dequantizes_both and not widens)
+    ):
+        return space.quantize(x, scale, quant)
     tokens, k = ids.shape
-    slots = tokens * k
-    if torch.compiler.is_compiling() or type(slots) is not int:
+    if torch.compiler.is_compiling() or type(tokens * k) is not int:
         # Rows that are dequantized are quantized into bf16 in one pass at any load.
-        each_slot = scheme.dequantizes_both and top_k == 1
-        return each_slot or not always(sure(tokens) * k > direct_slots(space.num_local_experts))
-    rule = tile_rule(scheme.key, x.dtype, x.device)
-    shape = (*weight.data.shape[:2], x.shape[1])
+        each_slot, most = scheme.dequantizes_both and top_k == 1, direct_slots(weight.data.shape[0])
+        in_gemm = each_slot or not always(sure(tokens) * k > most)
+    else:
+        asked = _Asked(
+            (*weight.data.shape[:2], x.shape[1]),
+            scheme.key,
+            x.dtype,
+            (tokens, k),
+            top_k=top_k,
+            activation=activation,
+            fragments=fragments,
+            each_slot=len(x) == tokens * k,
+        )
+        in_gemm = _quantizes(asked, row_tile_facts(x.device), device_facts(x.device), tuned.TABLES)
+    return Rows(x, scale) if in_gemm else space.quantize(x, scale, quant)
+
+
+class _Asked(NamedTuple):
+    """A GEMM of a routing whose rows are not quantized yet; see `layer_operands`."""
+
+    weight: tuple[int, int, int]
+    scheme: str
+    dtype: torch.dtype
+    routed: tuple[int, int]
+    """Tokens and their slots."""
+    top_k: int
+    activation: str
+    fragments: bool
+    each_slot: bool
+    """Whether each row belongs to one slot."""
+
+
+@lru_cache(maxsize=8192)
+def _quantizes(
+    asked: _Asked, row_tile: tuple[int, int | None], device: Device, _: tuned.Tables
+) -> bool:
+    """Whether the plan of a GEMM quantizes its rows, on a device with these tuned tables."""
+    tokens, k = asked.routed
     operands = layer_operands(
-        shape,
-        scheme,
-        x.dtype,
-        rule,
-        slots,
+        asked.weight,
+        get_scheme(asked.scheme),
+        asked.dtype,
+        rule_of(asked.scheme, asked.dtype.itemsize, *row_tile, False),
+        tokens * k,
         num_tokens=tokens,
-        fragments=fragments,
-        activation=activation,
-        top_k=top_k,
+        fragments=asked.fragments,
+        activation=asked.activation,
+        top_k=asked.top_k,
     )
-    plan = plan_gemm(problem_of(operands), device_facts(x.device))
-    return plan.quantizes_rows and (not plan.gathered_rows or len(x) == slots)
+    plan = plan_gemm(problem_of(operands), device)
+    return plan.quantizes_rows and (not plan.gathered_rows or asked.each_slot)
 
 
 def gemm(
@@ -182,7 +191,7 @@ def gemm(
 def activated_gemm(
     rows: Rows,
     weight: ExpertWeight,
-    space: SlotRows,
+    space: SlotRows | BatchedRows,
     top_k: int,
     scheme: Scheme,
     dtype: torch.dtype,
@@ -206,15 +215,17 @@ def activated_gemm(
     return result
 
 
-def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
+def sums_at_once(space: SlotRows | BatchedRows, weight: ExpertWeight, scheme: Scheme) -> bool:
     """Whether the second GEMM and the weighted sum are one operator: if T may be 1.
 
     Otherwise they are two operators, which frees the input rows before allocating the output.
     """
     _, ids, _ = space.tiles
-    if ids is None or not may_be_one(ids.shape[0]):
+    if ids is None:
         return False
-    return sums_one_token(scheme) or is_packed(weight.data)
+    tokens = ids.shape[0]
+    many = always(sure(tokens) > 1) if torch.compiler.is_compiling() else tokens > 1
+    return not many and (sums_one_token(scheme) or is_packed(weight.data))
 
 
 _APART: ContextVar[bool] = ContextVar("apart", default=False)
@@ -233,7 +244,7 @@ def apart() -> Iterator[None]:
 def gemm_then_sum(
     rows: Rows,
     weight: ExpertWeight,
-    space: SlotRows,
+    space: SlotRows | BatchedRows,
     topk_weights: Tensor | None,
     scheme: Scheme,
     dtype: torch.dtype,
@@ -265,20 +276,6 @@ def gemm_then_sum(
         return product()
     finally:
         EARLY.reset(token)
-
-
-def gemm_act(
-    rows: Rows,
-    weights: ExpertWeights,
-    space: SlotRows | BatchedRows,
-    top_k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    activation: str,
-) -> Rows:
-    """The first GEMM with its activation: the second GEMM's input. Arguments as in `gemm`."""
-    h = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation)
-    return quantized(h, weights.a2_scale, weights.w2, space, scheme)
 
 
 def activated(

@@ -20,6 +20,7 @@ from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
 )
 from moe_ops.pipeline.row_spaces import depends_on_batch
+from moe_ops.scheme import Scheme
 
 
 def check_parts(prepare_finalize: Any, fused_experts: Any) -> None:
@@ -96,22 +97,31 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
         TypeError, ValueError, NotImplementedError: the message names argument, rule and value.
     """
     config = fused_experts.quant_config
-    checks.flags(apply_router_weight_on_input=call.apply_router_weight_on_input)
-    check_layer(
-        call.topk_weights,
-        call.topk_ids,
-        call.expert_map,
-        call.global_num_experts,
-        call.hidden_states,
-        call.w1,
-        call.w2,
-        config.w1_bias,
-        config.w2_bias,
-        kind_and_key(call.activation)[0],
+    _check_call(
+        fused_experts.moe_config.in_dtype,
+        call.apply_router_weight_on_input,
+        call.activation,
+        (call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts),
+        (call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias),
         config.scheme,
-        *config.tensors,
+        () if config.scheme.weight is None else config.tensors,
     )
-    _check_dtype(fused_experts, call.hidden_states)
+
+
+@checks.remembered
+def _check_call(
+    in_dtype: torch.dtype,
+    apply_router_weight_on_input: bool,
+    activation: Any,
+    routing: tuple[Any, ...],
+    experts: tuple[Any, ...],
+    scheme: Scheme,
+    quantization: tuple[Any, ...],
+) -> None:
+    """Check a call of experts for tokens of ``in_dtype``; the rest is that of `check_layer`."""
+    checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
+    check_layer(*routing, *experts, kind_and_key(activation)[0], scheme, *quantization)
+    _check_dtype(in_dtype, experts[0])
 
 
 def lacks_gradients(kernel: Any, call: Call) -> str | None:
@@ -161,13 +171,13 @@ def check_adapters(kernel: Any, call: Call, lora: ExpertLora) -> None:
         raise NotImplementedError(f"lora must be None: {reason}")
 
 
-def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call) -> None:
+def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, most: int) -> None:
     """Raise ValueError if there are more tokens than prepare may send at once.
 
     While compiling the number of tokens is a symbol, so prepare's operator checks it instead.
     """
-    most, tokens = prepare_finalize.max_num_tokens_per_rank(), call.hidden_states.shape[0]
-    if most is not None and not torch.compiler.is_compiling() and tokens > most:
+    tokens = call.hidden_states.shape[0]
+    if not torch.compiler.is_compiling() and tokens > most:
         raise ValueError(
             f"hidden_states must have at most max_num_tokens = {most} tokens, all that "
             f"{type(prepare_finalize).__name__} has room for, got {tokens}"
@@ -196,7 +206,7 @@ def check_logits(
         config.scheme,
         *config.tensors,
     )
-    _check_dtype(fused_experts, hidden_states)
+    _check_dtype(fused_experts.moe_config.in_dtype, hidden_states)
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
     checks.expert_map(expert_map, router_logits)
@@ -206,8 +216,7 @@ def check_logits(
         checks.size("global_num_experts", global_num_experts, "E", num_experts)
 
 
-def _check_dtype(fused_experts: FusedMoEExperts, hidden_states: Tensor) -> None:
-    wanted = fused_experts.moe_config.in_dtype
+def _check_dtype(wanted: torch.dtype, hidden_states: Tensor) -> None:
     if hidden_states.dtype != wanted:
         raise TypeError(
             f"hidden_states must have the in_dtype of moe_config, {wanted}, "

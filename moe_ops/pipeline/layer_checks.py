@@ -130,12 +130,20 @@ def check_routing(
     expert_map: Tensor | None,
 ) -> None:
     """Check that the routing fits the tokens and the experts."""
-    checks.integer("global_num_experts", global_num_experts)
     checks.topk_pair(topk_weights, topk_ids)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
+    num_experts = check_num_experts(w1, global_num_experts, expert_map, topk_ids)
+    checks.topk("topk_ids.shape[1]", topk_ids.shape[1], num_experts)
+
+
+def check_num_experts(
+    w1: Tensor, global_num_experts: int, expert_map: Tensor | None, like: Tensor
+) -> int:
+    """Check that the experts fit the expert map, which is on the device of ``like``; returns E."""
+    checks.integer("global_num_experts", global_num_experts)
     expected = None if global_num_experts == -1 else global_num_experts
-    checks.expert_map(expert_map, topk_ids, expected)
+    checks.expert_map(expert_map, like, expected)
     num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     if num_experts == 0:
         raise ValueError(f"w1 must hold at least one expert, got shape {tuple(w1.shape)}")
@@ -144,7 +152,7 @@ def check_routing(
             f"global_num_experts must be w1.shape[0] = {num_experts} without an expert_map, "
             f"got {expected}"
         )
-    checks.topk("topk_ids.shape[1]", topk_ids.shape[1], num_experts)
+    return num_experts
 
 
 def check_biases(

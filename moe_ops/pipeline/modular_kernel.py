@@ -14,19 +14,12 @@ from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.gradients import inference_only, refuse, wanted
+from moe_ops.gradients import inference_only, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.calls import (
-    Call,
-    Pending,
-    chunk_of,
-    differentiable,
-    num_experts_of,
-    routed,
-    without_history,
-)
-from moe_ops.pipeline.experts import FusedMoEExperts
-from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
+from moe_ops.pipeline.calls import Call, Decision, Pending, num_experts_of, without_history
+from moe_ops.pipeline.experts import FusedMoEExperts, OperatorExperts
+from moe_ops.pipeline.forward import Pass, forward
+from moe_ops.pipeline.kernel_call import STANDARD, KernelCall
 from moe_ops.pipeline.kernel_checks import (
     check_adapters,
     check_call,
@@ -42,6 +35,9 @@ from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
 )
 from moe_ops.tensors import Routing
+
+OWN = OperatorExperts.apply
+"""What `forward` does itself."""
 
 
 class FusedMoEKernel:
@@ -83,11 +79,8 @@ class FusedMoEKernel:
         self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
         self.shared_experts, self.moe_parallel_config = shared_experts, moe_parallel_config
         self.inplace, self.chunk_size = inplace, chunk_size
-
-    @property
-    def is_monolithic(self) -> bool:
+        self.is_monolithic = fused_experts.is_monolithic()
         """Whether the experts route themselves: `apply_monolithic` instead of `apply`."""
-        return self.fused_experts.is_monolithic()
 
     def supports_expert_map(self) -> bool:
         """Whether the experts take an ``expert_map``; in the Batched format prepare takes it."""
@@ -163,62 +156,65 @@ class FusedMoEKernel:
         self, call: Call, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`apply` with the given shared experts (None: without any) instead of the kernel's."""
-        size = self._tokens_of_a_part(call)
-        if size is None:
-            finalized = self.start_finalize(*self.run_experts(call, self.start_prepare(call)))
+        decision, part = self._enter(call), self.prepare_finalize
+        size, tokens = decision.most, call.hidden_states.shape[0]
+        whole = size is None or torch.compiler.is_compiling() or tokens <= size
+        # With several dispatchers the other ranks must make the same number of calls.
+        if size is None or whole or part.num_dispatchers() > 1:
+            finalized = self._forward(KernelCall(self, call, decision))
         else:
             parts = []
-            for i in range(cdiv(call.hidden_states.shape[0], size)):
-                part = call.tokens(slice(i * size, (i + 1) * size))
-                rows = self.run_experts(part, self.start_prepare(part))
-                parts.append(self.start_finalize(*rows).wait())
+            for i in range(cdiv(tokens, size)):
+                tokens_of_part = call.tokens(slice(i * size, (i + 1) * size))
+                parts.append(self._forward(KernelCall(self, tokens_of_part, decision)).wait())
             finalized = Pending(None, lambda: torch.cat(parts))
         return self._finish(call, finalized, shared_experts)
 
-    def _tokens_of_a_part(self, call: Call) -> int | None:
-        """The most tokens that prepare takes, if it must be called several times; else None."""
-        part = self.prepare_finalize
-        size = part.max_num_tokens_per_rank()
-        if size is None or self.is_monolithic or torch.compiler.is_compiling():
-            return None
-        check_call(self.fused_experts, call)
-        if call.lora is not None:
-            check_adapters(self, call, call.lora)
-        alone = part.num_dispatchers() == 1  # no other rank must make the same number of calls
-        return size if alone and call.hidden_states.shape[0] > size else None
-
-    def start_prepare(self, call: Call) -> Pending:
-        """Check the arguments and start prepare; returns a pending `PrepareResult`."""
-        part: Any = self.prepare_finalize
+    def _enter(self, call: Call) -> Decision:
+        """Check the arguments, and decide what gradients the call has."""
         experts = self.fused_experts
         if self.is_monolithic:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
         check_call(experts, call)
-        check_room(part, call)
         if call.lora is not None:
             check_adapters(self, call, call.lora)
-        _, reason, trained = self._gradients(call)
-        if not trained:
-            call = without_history(call)
-        recorded = trained or call.lora is not None
-        dtype = part.topk_indices_dtype()
+        dtype = self.prepare_finalize.topk_indices_dtype()
         if dtype is not None and call.topk_ids.dtype != dtype:
             raise TypeError(f"topk_ids must have dtype {dtype}, got {call.topk_ids.dtype}")
+        inputs: list[Tensor] = []
+        if torch.is_grad_enabled():
+            inputs = wanted(*call[:4], call.lora, experts.quant_config)
+        reason = lacks_gradients(self, call) if len(inputs) > 0 else None
+        trained = len(inputs) > 0 and reason is None
+        most = self.prepare_finalize.max_num_tokens_per_rank()
+        return Decision(most, inputs, reason, trained or call.lora is not None)
+
+    def start_prepare(self, call: Call) -> Pending:
+        """Check the arguments and start prepare; returns a pending `PrepareResult`."""
+        return self.start(call, self._enter(call))
+
+    def start(self, call: Call, decision: Decision) -> Pending:
+        """`start_prepare` of a call that is checked already."""
+        part: Any = self.prepare_finalize
+        experts = self.fused_experts
+        if decision.most is not None:
+            check_room(part, call, decision.most)
+        plain = call if decision.reason is None else without_history(call)
         is_async = part.supports_async()
         start = part.prepare_async if is_async else part.prepare
         ids = None if call.lora is None else call.lora.lora_ids
         prepared = start(
-            call.hidden_states,
-            call.topk_weights,
-            call.topk_ids,
+            plain.hidden_states,
+            plain.topk_weights,
+            plain.topk_ids,
             num_experts_of(call),
             call.expert_map,
-            self._weighted_by_prepare(call, recorded),
+            self.weighted_by_prepare(call, decision),
             experts.quant_config,
-            recorded or experts.expects_unquantized_inputs,
+            decision.recorded or experts.expects_unquantized_inputs,
             **({} if ids is None else {"lora_ids": ids}),
         )
-        return Pending.of(prepared) if is_async else Pending(None, lambda: prepared)
+        return Pending.of(prepared, decision, is_async=is_async)
 
     def run_experts(self, call: Call, pending: Pending) -> tuple[Call, Tensor]:
         """Wait for prepare and run the experts on its result, in chunks if ``chunk_size`` is set.
@@ -227,91 +223,34 @@ class FusedMoEKernel:
             The call with the routing after prepare, and the experts' rows. A backward pass through
             the rows raises if a part of the kernel has no gradients.
         """
-        prepared = pending.wait()
+        decision = self._enter(call) if pending.decision is None else pending.decision
+        running = KernelCall(self, call, decision, pending)
         del pending
-        inputs, reason, trained = self._gradients(call)
-        call = routed(call, prepared)
-        plain = call if trained else without_history(call)
-        recorded = trained or call.lora is not None
-        num_tokens, size = call.topk_ids.shape[0], self.chunk_size
-        chunks = 1 if size is None else cdiv(num_tokens, size)
-        if size is None or chunks <= 1:
-            sent = [prepared]
-            del prepared  # `_experts` holds the only reference: rows are freed after the first GEMM
-            return call, self._refused(self._experts(plain, sent, recorded), inputs, reason)
-        weighted = self._weighted_by_prepare(call, recorded)
-        rows_per_token = call.topk_ids.shape[1] if weighted else 1
-        quant = self.fused_experts.quant_config.scheme.activation
-        scales_have_rows = quant is not None and not quant.per_tensor
-        parts = []
-        for i in range(chunks):
-            tokens = slice(i * size, (i + 1) * size)
-            chunk, rows = chunk_of(plain, prepared, tokens, rows_per_token, scales_have_rows)
-            parts.append(self._experts(chunk, [rows], recorded))
-        return call, self._refused(torch.cat(parts), inputs, reason)
+        rows: Tensor = self._forward(running)
+        return running.call, rows
 
-    def _gradients(self, call: Call) -> tuple[list[Tensor], str | None, bool]:
-        """What gradients of a call may be asked for.
+    def _forward(self, running: KernelCall) -> Any:
+        """`forward` of a call: a pending ``(T, H)``, or rows if prepare was started before."""
+        call, experts = running.call, self.fused_experts
+        step = Pass(exchange=running, through=running.through)
+        # A subclass, or a caller, may have replaced the method.
+        is_own = getattr(experts.apply, "__func__", None) is OWN
+        plain = self.chunk_size is None and not running.decision.recorded
+        if is_own and plain and isinstance(experts, OperatorExperts):
+            on_input = call.apply_router_weight_on_input
+            step = experts.step(call.w1, call.w2, call.activation, on_input)
+            step = step._replace(exchange=running)
+        return forward(step, call.hidden_states, Routing(call.topk_weights, call.topk_ids))
 
-        Returns:
-            The tensors that require grad; why there are no gradients (None: there are); and whether
-            the call runs as with gradients.
-        """
-        inputs = wanted(*differentiable(call), call.lora, self.fused_experts.quant_config)
-        if not inputs:
-            return inputs, None, False
-        reason = lacks_gradients(self, call)
-        return inputs, reason, reason is None
-
-    @staticmethod
-    def _refused(rows: Tensor, inputs: list[Tensor], reason: str | None) -> Tensor:
-        """The rows with a backward pass that raises, if a gradient may be asked for."""
-        return rows if reason is None else refuse(rows, inputs, "FusedMoEKernel.apply", reason)
-
-    def _weighted_by_prepare(self, call: Call, recorded: bool) -> bool:
+    def weighted_by_prepare(self, call: Call, decision: Decision) -> bool:
         """Whether prepare multiplies rows by router weights.
 
-        With gradients or adapters (``recorded``) the experts do.
+        In the Standard format with gradients or adapters the experts do.
         """
         experts = self.fused_experts
-        if recorded and experts.activation_format() is FusedMoEActivationFormat.Standard:
+        if not call.apply_router_weight_on_input or experts.applies_router_weight_on_input:
             return False
-        return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
-
-    def _experts(self, call: Call, sent: list[PrepareResult], recorded: bool) -> Tensor:
-        """Run the experts; ``sent`` holds the only reference to the rows, so they can be freed."""
-        a1q, scale, meta, _, _ = sent.pop()
-        rows = [scale, a1q]
-        del a1q, scale
-        batched = self.fused_experts.activation_format() is FusedMoEActivationFormat.BatchedExperts
-        experts: Any = self.fused_experts
-        expert_map = None if batched else call.expert_map
-        if recorded:
-            routing = Routing(call.topk_weights, call.topk_ids, expert_map)
-            beside = () if call.lora is None else (call.lora,)
-            return experts.differentiable_apply(
-                rows.pop(),
-                call.w1,
-                call.w2,
-                routing,
-                call.activation,
-                meta,
-                call.apply_router_weight_on_input,
-                *beside,
-            )
-        return experts.apply(
-            rows.pop(),
-            call.w1,
-            call.w2,
-            call.topk_weights,
-            call.topk_ids,
-            call.activation,
-            num_experts_of(call),
-            expert_map,
-            rows.pop(),
-            meta,
-            call.apply_router_weight_on_input,
-        )
+        return not (decision.recorded and experts.activation_format() is STANDARD)
 
     def start_finalize(self, call: Call, rows: Tensor) -> Pending:
         """Start finalize; returns a pending ``(T, H)``."""
@@ -326,7 +265,7 @@ class FusedMoEKernel:
             call.apply_router_weight_on_input,
             experts.finalize_weight_and_reduce_impl(),
         )
-        pending = Pending.of(output) if is_async else Pending(None, lambda: output)
+        pending = Pending.of(output, is_async=is_async)
         if part.num_dispatchers() == 1:
             return pending
         tokens = call.hidden_states.shape[0]  # prepare may have padded them

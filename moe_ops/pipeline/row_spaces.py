@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.scheme import Quant, Scheme
-from moe_ops.tensors import Routing, Rows, Tiles
+from moe_ops.tensors import Permutation, Routing, Rows, Tiles
 
 
 def depends_on_batch(quant: Quant | None) -> bool:
@@ -47,13 +47,6 @@ def sure(tokens: int) -> int:
     return tokens - 1 if torch.compiler.is_exporting() else tokens
 
 
-def may_be_one(tokens: int) -> bool:
-    """Whether T may be 1 (or 0); also True if a compiler does not know T."""
-    if torch.compiler.is_compiling():
-        return not always(sure(tokens) > 1)
-    return not tokens > 1
-
-
 class SlotRows(NamedTuple):
     """Rows in slot order: row ``t * k + j`` is slot j of token t; undefined for skipped slots."""
 
@@ -72,6 +65,8 @@ class SlotRows(NamedTuple):
         dtype: torch.dtype,
         batch_invariant: bool = False,
         plan: Tensor | None = None,
+        *,
+        expert_order: bool = False,
     ) -> SlotRows:
         """The row space of a routing; slots of other ranks' experts are skipped.
 
@@ -81,8 +76,9 @@ class SlotRows(NamedTuple):
             scheme: the layer's scheme.
             dtype: dtype of the tokens.
             batch_invariant: whether the plan has one row tile at every load.
-            plan: a plan that `topk_plan` made for the same layer; None: make a plan here, unless
+            plan: the plan of an earlier call with this routing; None: make a plan here, unless
                 slots are so few that no GEMM reads one.
+            expert_order: see `SlotRows`.
         """
         _, ids, expert_map = routing
         slots = ids.shape[0] * ids.shape[1]
@@ -90,7 +86,8 @@ class SlotRows(NamedTuple):
             plan = ops.plan_slots(
                 ids, expert_map, num_local_experts, scheme.key, dtype, batch_invariant
             )
-        return SlotRows(Tiles(plan, ids, expert_map), num_local_experts, batch_invariant)
+        tiles = Tiles(plan, ids, expert_map)
+        return SlotRows(tiles, num_local_experts, batch_invariant, expert_order)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
         """Quantize the rows of slots that are not skipped; all other rows become zeros."""
@@ -108,15 +105,29 @@ class SlotRows(NamedTuple):
         slots = (*self.tiles[1:], self.num_local_experts)
         return Rows(*ops.activation_quantize(x, scale, *slots, activation, quant.key))
 
+    def combine(self, y_RH: Tensor, topk_weights: Tensor | None, out: Tensor | None) -> Tensor:
+        """Sum each token's rows, times router weights, into ``out`` or a new ``(T, H)``."""
+        _, ids, expert_map = self.tiles
+        num_experts = self.num_local_experts
+        if out is None:
+            return ops.moe_fused_mul_sum(y_RH, topk_weights, ids, expert_map, None, num_experts)
+        ops.moe_fused_mul_sum_out(y_RH, topk_weights, ids, expert_map, None, num_experts, out=out)
+        return out
+
 
 class BatchedRows(NamedTuple):
-    """Rows by expert: row ``e * M + i`` is row i of expert e; undefined past the expert's count."""
+    """Rows by expert: row ``e * M + i`` is row i of expert e; undefined past the expert's count.
+
+    Permuted rows are the rows of one expert for every operator but the GEMMs.
+    """
 
     tiles: Tiles
     expert_num_tokens: Tensor
     max_num_tokens: int
     batch_invariant: bool = False
     """Whether the plan has one row tile at every load."""
+    order: Permutation | None = None
+    """The order of permuted rows; None: rows are padded for each expert."""
 
     @property
     def expert_order(self) -> bool:
@@ -153,16 +164,25 @@ class BatchedRows(NamedTuple):
         count, x = self.expert_num_tokens, self._batched(x)
         return _flat(ops.batched_activation_quantize(x, scale, count, activation, quant.key))
 
+    def combine(self, y_RH: Tensor, topk_weights: Tensor | None, out: Tensor | None) -> Tensor:
+        """Unpermute and sum to ``(T, H)``; without an order ``(El, M, H)``, which finalize sums."""
+        if self.order is None:
+            y = self._batched(y_RH)
+        else:
+            offset_E, row_of_slot, _ = self.order
+            y = ops.moe_unpermute(y_RH, topk_weights, row_of_slot, offset_E)
+        return y if out is None else out.copy_(y)
+
 
 def permuted_rows(
-    expert_first_token_offset: Tensor, num_rows: int, scheme: Scheme, batch_invariant: bool
+    order: Permutation, num_rows: int, scheme: Scheme, batch_invariant: bool
 ) -> BatchedRows:
     """The row space of permuted rows; rows in use come first and are quantized as one expert's."""
-    layer = (scheme.key, batch_invariant)
+    expert_first_token_offset, layer = order[0], (scheme.key, batch_invariant)
     plan = ops.plan_permuted(expert_first_token_offset, num_rows, *layer)
     # amax returns the last offset: torch 2.11's Inductor cannot slice a symbolic number of offsets.
     used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)
-    return BatchedRows(Tiles(plan), used, num_rows, batch_invariant)
+    return BatchedRows(Tiles(plan), used, num_rows, batch_invariant, order)
 
 
 def _flat(quantized: tuple[Tensor, Tensor]) -> Rows:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.scheme import FusedMoEQuantConfig
-from moe_ops.tensors import Routing, Rows
+from moe_ops.tensors import Routing
 
 
 def quantize_tokens(
@@ -35,27 +35,6 @@ def quantize_tokens(
         slots = (topk_ids, expert_map, num_experts)
         return ops.moe_quantize(a1, quant_config.input_scales[0], weights, *slots, quant.key)
     return (a1 if weights is None else weighted_rows(a1, weights)), None
-
-
-def first_rows(
-    tokens: Tensor,
-    quant_config: FusedMoEQuantConfig,
-    routing: Routing,
-    num_experts: int,
-    weight_on_input: bool,
-) -> Rows:
-    """The input of `slot_experts`: tokens, quantized here only if router weights go in first.
-
-    Args:
-        tokens: ``(T, H)``.
-        quant_config: see `quantize_tokens`.
-        routing: see `quantize_tokens`.
-        num_experts: see `quantize_tokens`.
-        weight_on_input: see `quantize_tokens`.
-    """
-    if quant_config.scheme.activation is None or not weight_on_input:
-        return Rows(tokens)
-    return Rows(*quantize_tokens(tokens, quant_config, routing, num_experts, weight_on_input))
 
 
 def weighted_rows(a1: Tensor, topk_weights: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
         apply_router_weight_on_input: bool,
     ) -> Tensor:
         """Return ``fused_expert_output``, or copy it to ``output``."""
-        return _into(output, fused_expert_output)
+        return fused_expert_output if output is None else _into(output, fused_expert_output)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
-from moe_ops.dispatch.tiles import TileRule, cdiv, one_row_tile, plan_sizes, row_tile
+from moe_ops.dispatch.tiles import TileRule, one_row_tile, plan_sizes, row_tile
 from moe_ops.reference.slots import local_experts, slots_by_expert
 from moe_ops.tensors import TilePlan
 
@@ -124,7 +124,7 @@ def _tiles(groups: Groups, tile: int, pad: int) -> tuple[list[int], list[int]]:
     experts: list[int] = []
     for expert, group in groups:
         rows += [*group, *[pad] * (-len(group) % tile)]
-        experts += [expert] * cdiv(len(group), tile)
+        experts += [expert] * -(-len(group) // tile)
     return rows, experts
 
 

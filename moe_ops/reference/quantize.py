@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.fake_impls.quantize import check_width
 from moe_ops.reference import activation as activations
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import WHOLE, Quant, parse_quant
@@ -35,7 +34,7 @@ def moe_quantize(
             scale = scale.reshape(-1).repeat_interleave(k)
     used = _used_rows(len(rows), topk_ids, expert_map, num_local_experts, x.device)
     q, row_scale = quantize_rows(rows[None], scale, used[None], rule)
-    return q[0], row_scale.view(rule.row_scale_shape(*rows.shape))
+    return q[0], row_scale.view(-1) if rule.per_tensor else row_scale[0]
 
 
 def activation_quantize(
@@ -73,7 +72,6 @@ def quantize_rows(
     ``scale``: given scales, one for all rows, one per expert or one per row; or the global scale,
     by which rows are divided first. None: scales from the data.
     """
-    check_width(x.shape[2], rule)
     x = torch.where(used[..., None], x, 0.0).contiguous()
     if rule.global_scale and scale is not None:
         x, scale = x / scale.float().reshape(()), None

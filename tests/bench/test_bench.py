@@ -15,7 +15,7 @@ import torch
 import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch.device import assumed
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import packs
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from peers import installed, trained
 
-from moe_ops.bench import installed, peers, problems, trained_peers
+from moe_ops.bench import problems
+from moe_ops.bench.peers import Peer
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -170,7 +172,7 @@ def peers_of_training(monkeypatch):
 def test_liger_and_sonicmoe(peers_of_training):
     """Gradients are of the stored weights; SonicMoE's tuner has few tiles left for sm_90."""
     case = case_of("cpu", tokens=40)
-    for impl in trained_peers.TRAINED_PEERS:
+    for impl in trained.TRAINED_PEERS:
         layer = bench.IMPLS[impl](case)
         bench.errors_of(case, bench.step(layer, case.grad))
         assert set(layer.leaves) == set(bench.TRAINED["all"]), impl
@@ -182,22 +184,22 @@ def test_liger_and_sonicmoe(peers_of_training):
 
 def test_what_training_peers_lack(monkeypatch):
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
-    trained_peers.what_lacks.cache_clear()
+    trained.what_lacks.cache_clear()
     assert bench.missing("liger") == "the package liger_kernel"
     assert bench.missing("sonicmoe") == "the package sonicmoe"
     assert bench.missing("moe_ops") is None
     monkeypatch.setattr(installed, "find_spec", lambda name: True)
-    lacks = trained_peers.what_lacks("no_such_package", "no_such_package.part")
+    lacks = trained.what_lacks("no_such_package", "no_such_package.part")
     assert lacks == "ModuleNotFoundError: No module named 'no_such_package'"
-    trained_peers.what_lacks.cache_clear()
+    trained.what_lacks.cache_clear()
 
 
 def test_what_runs(device):
     full, adapters = case_of(device), case_of(device, "adapters")
     assert bench.runs("hf-grouped_mm", "eager", full)
-    for peer in ("hf-grouped_mm", *trained_peers.TRAINED_PEERS):
+    for peer in ("hf-grouped_mm", *trained.TRAINED_PEERS):
         assert bench.runs(peer, "eager", full) and not bench.runs(peer, "captured", full)
-    for peer in trained_peers.TRAINED_PEERS:
+    for peer in trained.TRAINED_PEERS:
         assert not bench.runs(peer, "eager", adapters), "their backward is of all weights"
     assert bench.runs("moe_ops", "captured", full) == full.inputs.x.is_cuda
     assert bench.runs("moe_ops", "eager", adapters)
@@ -210,7 +212,7 @@ def test_a_failure_costs_no_other_row(capsys, monkeypatch, tmp_path):
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setitem(bench.IMPLS, "hf-grouped_mm", broken)
-    monkeypatch.setitem(bench.PEERS, "hf-grouped_mm", peers.Peer(lambda: None, {}))
+    monkeypatch.setitem(bench.PEERS, "hf-grouped_mm", Peer(lambda: None, {}))
     what = ["--impls", "hf-grouped_mm,moe_ops", "--trained", "all"]
     assert bench.main([*TINY, *what, "--output", str(tmp_path)]) == 1
     assert "failed: hf-grouped_mm bf16 all 3" in capsys.readouterr().err

@@ -4,12 +4,14 @@ import json
 import sys
 from types import ModuleType, SimpleNamespace
 
+import peers
 import pytest
 import torch
+from peers import PEERS, humming, installed, vllm
 
 import moe_ops
-from moe_ops.bench import humming, installed, layer, peers, problems, vllm
-from moe_ops.bench.peers import PEERS
+from moe_ops.bench import layer, problems
+from moe_ops.bench.peers import Peer, available
 
 CPU = torch.device("cpu")
 SMALL = problems.Problem("small", 8, 2, 256, 128, timed=False)
@@ -108,7 +110,7 @@ def test_what_is_missing_is_said(monkeypatch, modules, capsys):
     assert PEERS["vllm-deepgemm"].missing() == "the package vllm"
     assert PEERS["humming"].missing() == "the package humming (humming-kernels)"
     assert PEERS["hf-sonicmoe"].missing() == "the package transformers"
-    assert peers.available() == []
+    assert available() == []
     with pytest.raises(SystemExit):
         layer.main(["--impls", "vllm-triton", "--model", "tiny"])
     assert "--impls vllm-triton needs the package vllm" in capsys.readouterr().err
@@ -384,9 +386,7 @@ def test_cases_that_a_peer_takes(monkeypatch, tmp_path, capsys):
         seen.append((experts.scheme.name, len(inputs.x)))
         return layer.moe_ops_layer(experts, inputs)
 
-    few = peers.Peer(
-        lambda: None, {"fp8_channel": make}, lambda scheme, problem, tokens: tokens < 4
-    )
+    few = Peer(lambda: None, {"fp8_channel": make}, lambda scheme, problem, tokens: tokens < 4)
     monkeypatch.setitem(PEERS, "hf-grouped_mm", few)
     monkeypatch.setitem(layer.IMPLS, "hf-grouped_mm", few)
     what = ["--model", "tiny", "--tokens", "2,5", "--scheme", "bf16,fp8_channel"]

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops.dispatch.blackwell import BLOCK_SCALED, TILES_FROM
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline import layer_checks
-from moe_ops.pipeline.devices import TARGETS
 from moe_ops.scheme import TENSORS, min_capability, schemes_instead, what_lacks
 from moe_ops.support import ARCHITECTURES, SUPPORT, block_scaled_note
 

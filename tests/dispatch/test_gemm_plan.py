@@ -21,7 +21,7 @@ from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT,
 from moe_ops.dispatch.problem import EACH, STORED, without_sum
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import TileConfig, one_row_tile
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import packs
 
 E, H, I, K = 32, 2048, 1024, 4  # noqa: E741

@@ -21,7 +21,7 @@ from moe_ops.dispatch import tuned
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.row_tiles import HOPPER, rule_of
 from moe_ops.dispatch.tuned_file import SPELLED, file_name, parse
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.testing import Problem, make_inputs
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Subject

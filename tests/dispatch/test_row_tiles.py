@@ -19,7 +19,7 @@ from moe_ops.dispatch.row_tiles import (
     tile_rule,
 )
 from moe_ops.dispatch.tiles import last_class, load_class, one_row_tile, row_tile
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 
 H200 = TARGETS["sm_90"].facts
 CPU, CUDA = torch.device("cpu"), torch.device("meta")

@@ -15,7 +15,7 @@ from moe_ops.dispatch.portable import EVERY_COLUMN, scale_groups
 from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.row_tiles import HOPPER
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import get_scheme
 
 pytest.importorskip("triton")

@@ -21,7 +21,7 @@ from tune_trials import (
 
 from moe_ops import cli
 from moe_ops.dispatch.tuned_file import parse
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import is_packed
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial

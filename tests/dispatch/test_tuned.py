@@ -16,7 +16,7 @@ from moe_ops.dispatch.portable import gemm_tiles, shared_bytes
 from moe_ops.dispatch.row_tiles import EIGHT_BIT, HOPPER, INVARIANT, PORTABLE
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm, TileConfig, one_row_tile, row_tile
 from moe_ops.dispatch.tuned_file import file_name, parse
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 
 NAME = file_name(SIZES, "NVIDIA H200", "unquantized")
 

@@ -33,8 +33,8 @@ from moe_ops.dispatch.hopper import (  # noqa: E402
 )
 from moe_ops.dispatch.row_tiles import tile_rule  # noqa: E402
 from moe_ops.dispatch.tiles import plan_sizes  # noqa: E402
+from moe_ops.inspect.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline import gemms  # noqa: E402
-from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
 from moe_ops.scheme import get_scheme, quantize_weight  # noqa: E402
 from moe_ops.tensors import ExpertWeight, QTensor, Rows, Tiles  # noqa: E402

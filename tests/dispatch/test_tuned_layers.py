@@ -60,7 +60,7 @@ USE = """
 import sys, warnings
 import moe_ops
 from moe_ops.dispatch import tuned
-from moe_ops.pipeline.explanation import explain
+from moe_ops.inspect.explanation import explain
 assert not tuned.TABLES.__dict__.get("_by_gpu"), "read at import"
 config = moe_ops.FusedMoEConfig(
     8, 2, 128, 64, 8, "silu", "cpu", moe_ops.RoutingMethodType.Default
@@ -172,7 +172,7 @@ import sys
 sys.path.insert(0, "tests")
 from tune_trials import Clock
 from moe_ops import cli
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 cli.target_of = lambda device: TARGETS["sm_90"]
 cli._gemm_clock = lambda problem, layer, jobs: (Clock(block_n=32), list)
 sizes = "--sizes 24,4,2048,640 --scheme fp8_block128 --device h200 --tokens 64 --json"

@@ -9,10 +9,11 @@ import inspect
 
 import pytest
 import torch
+from peers import vllm, vllm_methods
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_formats import awq, bits_of, columns_first, rows_first
 
-from moe_ops.bench import problems, vllm, vllm_methods
+from moe_ops.bench import problems
 from moe_ops.bench.harness import relative_error
 from moe_ops.bench.layer import MAX_REL_ERR
 from moe_ops.scheme import get_scheme, is_packed

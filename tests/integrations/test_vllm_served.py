@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from peers import INSIDE, PEERS
 from vllm_models import FORMATS, gpt_oss, int8_demo, quantized_demo
 from vllm_serve import TOKENS, Written, served
 
 from moe_ops.bench import problems
 from moe_ops.bench.harness import relative_error
 from moe_ops.bench.layer import MAX_REL_ERR, math_of
-from moe_ops.bench.peers import INSIDE, PEERS
 from moe_ops.demo import MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -12,9 +12,9 @@ from small_layers import E, H, I, K, T, batch, make
 from torch import nn
 
 import moe_ops
+from moe_ops.inspect.traffic import SAME, WAYS
 from moe_ops.parallel.parallel_config import GATHERING_BACKENDS, IMPLEMENTED_BACKENDS
 from moe_ops.pipeline.exchange.backends import EXCHANGES, exchange_class
-from moe_ops.pipeline.exchange.traffic import SAME, WAYS
 
 
 def test_the_signature_names_every_option():

@@ -31,16 +31,14 @@ from moe_ops.kernels import (  # noqa: E402
     quantize,
     residency,
     routing,
-    topk_align,
     weight_and_reduce,
 )
 from moe_ops.ops import STAGES  # noqa: E402
-from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODULES = (
-    activation, align, batched, eplb, expert_product, permute, quantize, routing, topk_align,
+    activation, align, batched, eplb, expert_product, permute, quantize, routing,
     weight_and_reduce,
 )  # fmt: skip
 """Stages whose kernels are compiled here."""
@@ -158,29 +156,6 @@ def test_every_stage_is_compiled():
     here = {module.__name__.rpartition(".")[2] for module in MODULES}
     assert here | set(ELSEWHERE) == set(STAGES.values())
     assert all((Path(__file__).parent / file).exists() for file in ELSEWHERE.values())
-
-
-@pytest.mark.parametrize("scoring", SCORING_FUNCS)
-@pytest.mark.parametrize(
-    ("arch", "shape"),
-    [
-        *((90, shape) for shape in ((2, 256), (4, 128))),
-        *((arch, (8, 64)) for arch in ARCHITECTURES),
-    ],
-    ids=str,
-)
-def test_routing_with_alignment(arch, shape, scoring):
-    """The most logits that one launch takes."""
-
-    def launch(empty):
-        logits, bias = empty(*shape), empty(shape[1], dtype=torch.float32)
-        layer = ("unquantized", torch.bfloat16)
-        how = (bias, 9, True, scoring, 1.0)
-        topk_align.topk_plan(logits, *how, None, shape[1], *layer)
-
-    kernels = aot.compile_launch(arch, launch)
-    assert {k.metadata.name for k in kernels} == {"_topk_align_kernel"}
-    check_resources(kernels, arch)
 
 
 QUANTS = (

@@ -14,14 +14,14 @@ import aot  # noqa: E402
 from products import plain_product, scaled_product, stored_product  # noqa: E402
 
 from moe_ops.dispatch.tiles import MANY_TOKENS  # noqa: E402
-from moe_ops.kernels import align, expert_product, routing, topk_align  # noqa: E402
+from moe_ops.kernels import align, expert_product, routing  # noqa: E402
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
 from moe_ops.support import ARCHITECTURES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, N, K = 4, 256, 512
-MODULES = (align, expert_product, routing, topk_align)
+MODULES = (align, expert_product, routing)
 
 
 @pytest.fixture(autouse=True)
@@ -129,11 +129,10 @@ def test_routing_adds_no_floats_that_decide(scoring):
         how = (None, 6, True, scoring, 1.0)
         for tokens in (1, 2 * MANY_TOKENS):
             routing.fused_topk(empty(tokens, 100), *how)
-        topk_align.topk_plan(empty(4, 100), *how, None, 100, "unquantized", torch.bfloat16, True)
 
     kernels = aot.compile_launch(90, launch)
     names = [kernel.metadata.name for kernel in kernels]
-    assert names == ["_fused_topk_kernel"] * 2 + ["_topk_align_kernel"]
+    assert names == ["_fused_topk_kernel"] * 2
     for kernel in kernels:
         code = kernel.asm["ttir"]
         sums, slow = float_sums(code), slow_way(code)

@@ -27,7 +27,7 @@ from moe_ops.dispatch.blackwell import BLOCK_SCALED, WEIGHT_ROWS, block_scaled_t
 from moe_ops.dispatch.device import assumed, device_facts
 from moe_ops.dispatch.row_tiles import PORTABLE
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 
 pytestmark = [
     pytest.mark.kernel,

@@ -15,10 +15,10 @@ from dependent_launches import (
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.pipeline.gemms import apart, expert_weights, gemm, gemm_then_sum, quantized, stored
+from moe_ops.pipeline.gemms import apart, expert_weights, gemm, gemm_then_sum, quantized
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig, pack_weight, packs
-from moe_ops.tensors import Routing, Rows
+from moe_ops.tensors import Routing
 from moe_ops.testing import Problem, make_inputs, quantize_inputs
 
 if HAS_CUDA:
@@ -116,7 +116,7 @@ def operators(scheme, device="cuda"):
         for n in range(8):
             routing = Routing(*moe_ops.fused_topk(x, x[:, n : n + E], FEW, True))
             space = SlotRows.of(routing, E, scheme, x.dtype, False)
-            rows = stored(Rows(x), weights, space, scheme, FEW, "silu")
+            rows = quantized(x, weights.a1_scale, weights.w1, space, scheme, FEW, "silu")
             h = gemm(rows, weights.w1, space, FEW, scheme, x.dtype, "silu")
             routing.topk_ids.copy_((routing.topk_ids + 1) % E)
             h = quantized(h, None, weights.w2, space, scheme)

@@ -12,7 +12,7 @@ import aot  # noqa: E402
 from aot_launches import slot_plan  # noqa: E402
 from products import plain_product, scaled_product, stored_product  # noqa: E402
 
-from moe_ops.kernels import expert_product, topk_align
+from moe_ops.kernels import expert_product
 from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
 
@@ -75,12 +75,3 @@ def test_a_layer_of_one_token(name, ids, arch):
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch], used
         assert used["spilled"] == 0 and used["serialized"] == 0, used
-
-
-def test_few_slots_are_only_routed():
-    def launch(empty):
-        how = (None, TOP_K, True, "softmax", 1.0)
-        topk_align.topk_plan(empty(2, GLOBAL), *how, None, GLOBAL, "unquantized", torch.bfloat16)
-
-    kernels = aot.compile_launch(90, launch)
-    assert [k.metadata.name for k in kernels] == ["_fused_topk_kernel"]

@@ -32,9 +32,9 @@ from moe_ops import dequantize_weight, get_scheme, ops  # noqa: E402
 from moe_ops.activation import formula  # noqa: E402
 from moe_ops.dispatch import tuned  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
+from moe_ops.inspect.devices import TARGETS  # noqa: E402
 from moe_ops.kernels import expert_product  # noqa: E402
 from moe_ops.kernels._gemm import scaled_slot  # noqa: E402
-from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.reference import expert_dgrad as dgrad_reference  # noqa: E402
 from moe_ops.reference import expert_product as dense_reference  # noqa: E402
 from moe_ops.reference import expert_product as scaled_reference  # noqa: E402

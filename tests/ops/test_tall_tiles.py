@@ -35,7 +35,7 @@ from moe_ops.dispatch.tiles import (
     plan_sizes,
 )
 from moe_ops.dispatch.tuned_file import written
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts

@@ -108,6 +108,25 @@ def test_fused_experts(changes, error, message):
         moe_ops.fused_experts(**arguments(**changes))
 
 
+ROUTED = [
+    row
+    for row in BAD
+    if not {"topk_ids", "topk_weights", "hidden_states"} & {*row[0]}
+    and row[2] != "at least one expert"
+]
+
+
+@every_row(("changes", "error", "message"), ROUTED)
+def test_fused_moe(changes, error, message):
+    """It checks what `fused_experts` does before it routes; logits are for as many experts."""
+    given = arguments(**changes)
+    experts = len(given["expert_map"]) if "expert_map" in changes else given["w1"].shape[0]
+    for name in ("topk_weights", "topk_ids"):
+        del given[name]
+    with pytest.raises(error, match=message):
+        moe_ops.fused_moe(**given, gating_output=torch.zeros(T, max(experts, K)), topk=K)
+
+
 def test_an_expert_past_32_bit_offsets():
     def meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -208,6 +208,8 @@ def test_what_is_refused(device):
     trained, factors = leaves(lora)
     out = inplace.apply(hidden_states=inplace.inputs[0].clone(), lora=trained)
     assert torch.equal(out, s.apply(lora=lora))
+    with pytest.raises(NotImplementedError, match="inplace must be False"):
+        out.sum().backward()
     frozen = setup(PROBLEM.with_(scheme="int8_w8a16"), STANDARD[0], device)
     frozen.config.w1_scale.requires_grad_()
     out = frozen.apply(lora=trained)

@@ -66,8 +66,10 @@ def exact(problem, inputs, kept, norm):
 @pytest.mark.parametrize("scheme", ["unquantized", "int8_channel", "int4_w4a16_g32", "fp8_block32"])
 def test_without_a_norm_it_is_fused_experts(scheme, device):
     """To the bit, with the passes of inference and with those that have gradients."""
-    for tokens in (1, 9):
+    for tokens, holes in ((1, False), (9, True)):
         problem = SMALL.with_(num_tokens=tokens, scheme=scheme, dtype=torch.bfloat16)
+        if not holes:  # the token has experts
+            problem = problem.with_(routing="uniform", num_local_experts=None)
         stored = quantize_inputs(problem, make_inputs(problem, device))
         more = {"quant_config": stored.config}
         for grad in (False, True):

@@ -14,7 +14,7 @@ import moe_ops
 from moe_ops import FusedMoEQuantConfig, ops, pack_weight, packs, quantize_weight
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.gemms import quantized
 from moe_ops.pipeline.row_spaces import SlotRows

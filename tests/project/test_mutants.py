@@ -19,6 +19,7 @@ PLANTED = (
     "moe_ops/windows.py",
     "moe_ops/functional/*.py",
     "moe_ops/pipeline/**/*.py",
+    "moe_ops/inspect/*.py",
     "moe_ops/layer/weight_loader.py",
     "moe_ops/layer/steps.py",
     "moe_ops/layer/placing.py",

@@ -14,7 +14,7 @@ from moe_ops.retired import SCHEMAS
 X = torch.ones(1, 1)
 PLAIN = {
     "Tensor": X, "Optional[Tensor]": X, "List[Optional[Tensor]]": [X], "str": "", "bool": False,
-    "int": 1, "Optional[int]": 1,
+    "int": 1, "Optional[int]": 1, "float": 1.0,
 }  # fmt: skip
 """A value of each type of argument."""
 

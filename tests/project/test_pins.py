@@ -90,7 +90,6 @@ def differences(pinned, there):
             yield f"{name} is new and has no default"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_signatures():
     """Everything can be called as before."""
     pytest.importorskip("transformers")
@@ -127,7 +126,6 @@ def test_what_differs_is_said():
     ]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_members():
     """Modules have their names, enums their members and values, and there is every scheme."""
     gone, listed = [], dict(members("moe_ops"))

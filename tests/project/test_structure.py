@@ -33,7 +33,6 @@ WIDE_KERNELS = {
     "_copy_kernel": ROWS,
     "_send_kernel": ROWS,
     "_send_batched_kernel": ROWS,
-    "_topk_align_kernel": "the arguments of routing and of alignment",
 }
 """Kernels with more than `MAX_KERNEL_PARAMETERS` parameters, each with the reason."""
 OF_THE_FIELD = {
@@ -120,19 +119,17 @@ def test_contributing_names_what_there_is():
 
 
 LAYERS = {
-    "moe_ops.layer": 5, "moe_ops.quantization": 5, "moe_ops.integrations": 5,
-    "moe_ops.offload": 5, "moe_ops.residency": 0,
-    "moe_ops.training": 5,
-    "moe_ops.tuning": 5,
-    "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6, "moe_ops.demo": 6,
-    "moe_ops.pipeline": 4, "moe_ops.functional": 3,
+    "moe_ops": 7, "moe_ops.testing": 7, "moe_ops.bench": 7, "moe_ops.demo": 7,
+    "moe_ops.layer": 6, "moe_ops.quantization": 6, "moe_ops.integrations": 6,
+    "moe_ops.offload": 6, "moe_ops.training": 6, "moe_ops.tuning": 6,
+    "moe_ops.inspect": 5, "moe_ops.pipeline": 4, "moe_ops.functional": 3,
     "moe_ops.routing": 3, "moe_ops.parallel": 3, "moe_ops.ops": 2,
     "moe_ops.gradients": 1, "moe_ops.flops": 1, "moe_ops.kernels": 1, "moe_ops.reference": 1,
     "moe_ops.fake_impls": 1, "moe_ops.support": 1, "moe_ops.loading": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.dispatch": 0,
-    "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0,
+    "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0, "moe_ops.residency": 0,
     "moe_ops.windows": 0, "moe_ops.retired": 0, "moe_ops.brief": 0, "moe_ops.on_demand": 0,
-    "moe_ops.doctor": 7, "moe_ops.cli": 8, "moe_ops.__main__": 9,
+    "moe_ops.doctor": 8, "moe_ops.cli": 9, "moe_ops.__main__": 10,
 }  # fmt: skip
 """A package imports from its own layer or a lower one."""
 APART = [

@@ -11,10 +11,10 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._engines import block_name, say_that_it_serves, weight_scales
 from moe_ops.pipeline.experts.supports import capability_of
+from moe_ops.pipeline.forward import Pass, forward
+from moe_ops.pipeline.gathering import Settings
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
-from moe_ops.pipeline.slot_experts import Settings, slot_experts
-from moe_ops.pipeline.token_rows import first_rows
+from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.scheme import (
     SCHEMES,
     UNQUANTIZED,
@@ -58,15 +58,12 @@ def run(
         topk_weights = topk_weights * factor
     w1, w2 = quant_info.w13_weight, quant_info.w2_weight
     config = library_config(quant_info, scheme)
-    routing = Routing(topk_weights, topk_ids, None)
-    out = slot_experts(
-        first_rows(x, config, routing, w1.shape[0], on_input),
-        expert_weights(w1, w2, config),
-        Settings(scheme, activation.key, on_input, batch_invariant),
-        SlotRows.of(routing, w1.shape[0], scheme, x.dtype, batch_invariant),
-        topk_weights,
-        x.dtype,
-        x if runner_config.inplace else None,
+    settings = Settings(scheme, activation.key, on_input, batch_invariant, x.dtype)
+    out: Tensor = forward(
+        Pass(expert_weights(w1, w2, config), settings),
+        x,
+        Routing(topk_weights, topk_ids),
+        out=x if runner_config.inplace else None,
     )
     say_that_it_serves(ENGINE, scheme, activation.key)
     return out

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.gradients import refuse, wanted
+from moe_ops.gradients import refuse
 from moe_ops.pipeline.exchange.gradients import Sent, SentBack
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
@@ -286,7 +286,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         everywhere = later and quant is not None and quant.of_all_rows
         recorded = quant is None and torch.is_grad_enabled() and self.has_gradients()
         trained = recorded and not apply_router_weight_on_input
-        trained = trained and len(wanted(a1, topk_weights)) > 0
+        trained = trained and (a1.requires_grad or topk_weights.requires_grad)
         x, router_weights = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
         receive = self.send(
             Outgoing(
@@ -347,13 +347,12 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             apply_router_weight_on_input,
             weight_and_reduce_impl,
         )
-        inputs = wanted(sums)
-        if not inputs:
+        if not (torch.is_grad_enabled() and sums.requires_grad):
             return self.send_back(sums, topk_ids)
         receive = self.send_back(sums.detach(), topk_ids)
         if not self.has_gradients():
             reason = f"prepare_finalize must have gradients, got {type(self).__name__}"
-            return lambda: refuse(receive(), inputs, "FusedMoEKernel.apply", reason)
+            return lambda: refuse(receive(), [sums], "FusedMoEKernel.apply", reason)
         return lambda: SentBack.apply(self, sums, receive(), topk_ids)
 
     def check_room(self, a1: Tensor) -> None:
@@ -381,7 +380,8 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             ValueError: more tokens than ``max_num_tokens``; scales that differ between ranks.
         """
         tokens, most = a1.shape[0], self.max_num_tokens
-        self.check_room(a1)
+        if most is not None:
+            self.check_room(a1)
         if self.group.size == 1:
             return tokens
         if most is not None and not self.equal_num_tokens:
@@ -400,7 +400,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         of_ranks = self.group.all_gather(facts[None]).tolist()
         if a1_scale is not None:
             check_equal_scales([scale for _, scale in of_ranks])
-        return max(1, *(int(row[0]) for row in of_ranks))
+        return max(1, *[int(row[0]) for row in of_ranks])
 
     def rows_of(self, tokens: Outgoing) -> tuple[Tensor, Tensor | None]:
         """Rows of the tokens as they travel: multiplied, quantized, both or neither."""

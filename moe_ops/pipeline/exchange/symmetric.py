@@ -51,9 +51,10 @@ class SymmetricPrepareAndFinalize(TokenExchange):
     is a failure that stays, as the others may have its rows already: `check` and all later calls of
     this rank raise, and the others get no answer from it. Construct the exchange anew on all ranks.
 
-    **Gradients.** In grad mode prepare copies what has arrived, so that the window is free for other
-    calls. The backward pass sends the results' gradients as prepare sends tokens, and returns those
-    of the rows as finalize returns sums. The router weights' gradients travel in a collective.
+    **Gradients.** In grad mode prepare copies what has arrived, so that the window is free for
+    other calls. The backward pass sends gradients of the results as prepare sends tokens, and
+    returns those of the rows as finalize returns sums. Those of router weights travel in a
+    collective.
 
     **Token counts.** Ranks may have different numbers of tokens, also 0. The experts get P rows of
     each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
@@ -307,24 +308,27 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         """
         dx = dweights = None
         if rows is not None:
-            windows = self._windows[0]
-            if not torch.compiler.is_compiling():
-                windows = next((w for w in self._windows if w.again() is topk_ids), None)
-                if windows is None:
-                    raise RuntimeError(
-                        "in_flight must be at least the number of calls whose gradients travel at "
-                        f"the same time, got {self.in_flight}"
-                    )
-                windows.again = nothing
+            windows, top_k = self._with_rows_of(topk_ids), topk_ids.shape[1]
             where = (windows.peers, windows.state)
-            dx = ops.symmetric_return(
-                rows.contiguous(), self.expert_ranks, *where, topk_ids.shape[1]
-            )
+            dx = ops.symmetric_return(rows.contiguous(), self.expert_ranks, *where, top_k)
             self._check_done(windows)
         if topk_weights is not None:
             travelling = self.group.start_exchange(topk_weights.contiguous())
             dweights = sum_of_ranks(self.group.wait(travelling), self.group.size)
         return dx, dweights
+
+    def _with_rows_of(self, topk_ids: Tensor) -> Windows:
+        """The windows that `send_again` used for these ids, which are free then."""
+        if torch.compiler.is_compiling():
+            return self._windows[0]
+        for windows in self._windows:
+            if windows.again() is topk_ids:
+                windows.again = nothing
+                return windows
+        raise RuntimeError(
+            "in_flight must be at least the number of calls whose gradients travel at the same "
+            f"time, got {self.in_flight}"
+        )
 
     def _ready(self, a1: Tensor, topk_ids: Tensor) -> Windows:
         """The windows, once the call fits them."""

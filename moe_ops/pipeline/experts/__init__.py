@@ -5,11 +5,15 @@ from moe_ops.pipeline.experts.base import (
     FusedMoEExpertsModular,
     FusedMoEExpertsMonolithic,
 )
-from moe_ops.pipeline.experts.batched import BatchedTritonExperts
-from moe_ops.pipeline.experts.grouped import BatchedGroupedGemmExperts, GroupedGemmExperts
 from moe_ops.pipeline.experts.monolithic import MonolithicExperts
 from moe_ops.pipeline.experts.naive import NaiveBatchedExperts
-from moe_ops.pipeline.experts.standard import TritonExperts
+from moe_ops.pipeline.experts.own import (
+    BatchedGroupedGemmExperts,
+    BatchedTritonExperts,
+    GroupedGemmExperts,
+    OperatorExperts,
+    TritonExperts,
+)
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 
 __all__ = [
@@ -22,6 +26,7 @@ __all__ = [
     "GroupedGemmExperts",
     "MonolithicExperts",
     "NaiveBatchedExperts",
+    "OperatorExperts",
     "Supports",
     "TritonExperts",
 ]

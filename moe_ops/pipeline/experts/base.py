@@ -176,33 +176,6 @@ class FusedMoEExpertsModular(FusedMoEExperts):
                 return None
         return None
 
-    def moe_problem_size(
-        self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor
-    ) -> tuple[int, int, int, int, int]:
-        """``(E, M, N, K, topk)``: local experts, tokens (rows per expert), ``w1.shape[1]``, H, k.
-
-        Raises:
-            ValueError: tensors whose axes do not fit.
-        """
-        checks.tensor("w1", w1, 3, (w1.dtype,))
-        checks.tensor("w2", w2, 3, (w2.dtype,))
-        checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
-        num_experts, n = w1.shape[:2]
-        if a1.dim() == 2:
-            rows = a1.shape[0]
-            if not torch.compiler.is_compiling() and rows not in (
-                topk_ids.shape[0],
-                topk_ids.numel(),
-            ):
-                raise ValueError(
-                    f"a1 must have a row for each of {topk_ids.shape[0]} tokens (or for each of "
-                    f"their slots), got {rows}"
-                )
-            return num_experts, topk_ids.shape[0], n, a1.shape[1], topk_ids.shape[1]
-        checks.tensor("a1", a1, 3, (a1.dtype,))
-        checks.size("a1.shape[0]", a1.shape[0], "w1.shape[0]", num_experts)
-        return num_experts, a1.shape[1], n, a1.shape[2], topk_ids.shape[1]
-
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
         """Dtype of intermediates that are not quantized."""
         return act_dtype

@@ -12,10 +12,9 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts.base import FusedMoEExpertsMonolithic
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
+from moe_ops.pipeline.forward import Pass, forward
+from moe_ops.pipeline.gathering import Settings
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.pipeline.slot_experts import Settings, slot_experts
-from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing import RoutingMethodType, select_experts
 from moe_ops.tensors import Routing
 
@@ -104,25 +103,28 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
     ) -> Tensor:
         """Route as ``moe_config`` says (within groups if they are given), then run the experts."""
         config, scheme = self.moe_config, self.quant_config.scheme
-        topk_weights, topk_ids, _ = select_experts(
-            hidden_states,
-            router_logits,
-            config.experts_per_token,
-            num_expert_group is not None,
-            self.weighing.renormalize,
-            topk_group,
-            num_expert_group,
-            scoring_func=self.weighing.scoring_func,
-            e_score_correction_bias=e_score_correction_bias,
-            routed_scaling_factor=1 if routed_scaling_factor is None else routed_scaling_factor,
-        )
-        routing = Routing(topk_weights, topk_ids, expert_map)
-        on_input, invariant = apply_router_weight_on_input, config.batch_invariant
-        return slot_experts(
-            first_rows(hidden_states, self.quant_config, routing, w1.shape[0], on_input),
-            expert_weights(w1, w2, self.quant_config),
-            Settings(scheme, kind_and_key(activation)[1], on_input, invariant),
-            SlotRows.of(routing, w1.shape[0], scheme, config.in_dtype, invariant),
-            topk_weights,
+
+        def route() -> Routing:
+            weights, ids, _ = select_experts(
+                hidden_states,
+                router_logits,
+                config.experts_per_token,
+                num_expert_group is not None,
+                self.weighing.renormalize,
+                topk_group,
+                num_expert_group,
+                scoring_func=self.weighing.scoring_func,
+                e_score_correction_bias=e_score_correction_bias,
+                routed_scaling_factor=1 if routed_scaling_factor is None else routed_scaling_factor,
+            )
+            return Routing(weights, ids, expert_map)
+
+        settings = Settings(
+            scheme,
+            kind_and_key(activation)[1],
+            apply_router_weight_on_input,
+            config.batch_invariant,
             config.in_dtype,
         )
+        step = Pass(expert_weights(w1, w2, self.quant_config), settings)
+        return forward(step, hidden_states, route)

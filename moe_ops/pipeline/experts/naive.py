@@ -9,9 +9,10 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.pipeline.experts.batched import BatchedExperts
+from moe_ops.pipeline.experts.own import BatchedExperts
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata
+from moe_ops.pipeline.gathering import counts_of
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.scheme import Quant, Scheme, dequantize_rows, dequantize_weight
 from moe_ops.tensors import ExpertWeight, QTensor
@@ -30,6 +31,7 @@ class NaiveBatchedExperts(BatchedExperts):
     """
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    ACTIVATES_IN_GEMM1: ClassVar[bool | None] = None
 
     def apply(
         self,
@@ -44,11 +46,11 @@ class NaiveBatchedExperts(BatchedExperts):
         a1q_scale: Tensor | None,
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return ``(El, M, H)``; rows past an expert's count are zeros."""
-        if expert_tokens_meta is None:
-            raise ValueError("expert_tokens_meta must be given in the Batched format, got None")
-        counts = expert_tokens_meta.expert_num_tokens
+        counts = counts_of(expert_tokens_meta)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         weights = expert_weights(w1, w2, self.quant_config)
         used = _rows_in_use(counts, hidden_states.shape[1])
@@ -64,7 +66,8 @@ class NaiveBatchedExperts(BatchedExperts):
         if quant is not None:
             h, h_scale = ops.batched_quantize(h, weights.a2_scale, counts, quant.key)
         y = _products(_dequantized(h, h_scale, quant), weights.w2, scheme)
-        return torch.where(used, y, 0.0).to(dtype)
+        y = torch.where(used, y, 0.0).to(dtype)
+        return y if out is None else out.copy_(y)
 
 
 def _rows_in_use(counts: Tensor, rows: int) -> Tensor:

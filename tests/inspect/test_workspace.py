@@ -11,7 +11,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch.tiles import num_tiles, padded_slots
-from moe_ops.pipeline.workspace import PeakMemory
+from moe_ops.inspect.workspace import PeakMemory
 from moe_ops.testing import Problem
 
 BF16 = torch.bfloat16

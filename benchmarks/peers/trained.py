@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.bench.installed import package, reason
-from moe_ops.bench.peers import TransformersExperts, transformers_arguments
 from moe_ops.bench.problems import Call, Experts, Inputs
+from peers import TransformersExperts, transformers_arguments
+from peers.installed import package, reason
 
 
 class Differentiable(NamedTuple):

@@ -18,7 +18,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed, device_facts
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, format_of
 from moe_ops.support import ARCHITECTURES, SUPPORT
 

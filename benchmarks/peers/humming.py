@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.bench import vllm
-from moe_ops.bench.installed import package, reason
 from moe_ops.bench.problems import Call, Experts, Inputs
+from peers import vllm
+from peers.installed import package, reason
 
 _BF16 = {"input_quant_mode": "none"}
 _TOKENS = {"input_quant_mode": "dynamic_token", "input_scale_dtype": "float32"}

@@ -12,8 +12,8 @@ from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import BY_EXPERT, rule_of
+from moe_ops.inspect.devices import Target
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.pipeline.forms import serves_packed
 from moe_ops.scheme import Scheme

@@ -14,10 +14,10 @@ from moe_ops.activation import kind_and_key
 from moe_ops.brief import aligned
 from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
-from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.costs import Cost, cost_of
-from moe_ops.pipeline.devices import Target, target_named, target_of
-from moe_ops.pipeline.exchange.traffic import (
+from moe_ops.inspect.costs import Cost, cost_of
+from moe_ops.inspect.devices import Target, target_named, target_of
+from moe_ops.inspect.host_costs import HIT_RATES, HOST_GBPS, HostCosts, host_costs
+from moe_ops.inspect.traffic import (
     SAME,
     SPARE,
     Link,
@@ -29,8 +29,8 @@ from moe_ops.pipeline.exchange.traffic import (
     slot_copies,
     traffic_of,
 )
+from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.forms import multiplies_fp8
-from moe_ops.pipeline.host_costs import HIT_RATES, HOST_GBPS, HostCosts, host_costs
 from moe_ops.pipeline.selection import (
     CANDIDATES,
     Candidate,
@@ -300,11 +300,11 @@ def explain(
             ``device``: whether they would be).
         scheme: a name, a `Scheme` or a `FusedMoEQuantConfig`; None for a `FusedMoE`.
         num_tokens: token counts to explain.
-        device: a name such as ``sm_90`` or ``h100`` (see `moe_ops.pipeline.devices.target_named`)
+        device: a name such as ``sm_90`` or ``h100`` (see `moe_ops.inspect.devices.target_named`)
             in place of ``config.device``; it need not be in this machine.
         candidates: as for `select_kernel`.
         link: what joins ranks that exchange tokens: a `Link`, or a name in
-            `moe_ops.pipeline.exchange.traffic.LINKS`.
+            `moe_ops.inspect.traffic.LINKS`.
         resident: experts on the device if all are in host memory, as in `moe_ops.offload_`; None:
             all are on the device.
         host_gbps: gigabytes per second from host memory to the device.

@@ -13,9 +13,9 @@ from modular import layer_config, setup
 from ranks import mine
 
 import moe_ops
+from moe_ops.inspect import traffic
+from moe_ops.inspect.traffic import LINKS, gathered_copies, rank_copies, slot_copies
 from moe_ops.parallel import determine_expert_ranks
-from moe_ops.pipeline.exchange import traffic
-from moe_ops.pipeline.exchange.traffic import LINKS, gathered_copies, rank_copies, slot_copies
 from moe_ops.testing import Problem, run_ranks
 
 MANY = 10**6

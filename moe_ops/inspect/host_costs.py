@@ -8,8 +8,8 @@ from typing import Any
 
 from moe_ops import checks
 from moe_ops.brief import aligned
+from moe_ops.inspect.costs import active_experts, bytes_per_expert
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.costs import active_experts, bytes_per_expert
 from moe_ops.residency import Amount, parse_amount, waves_of
 from moe_ops.scheme import Scheme
 

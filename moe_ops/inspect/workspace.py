@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.dispatch.device import Device, assumed, device_facts
+from moe_ops.inspect.devices import target_named
+from moe_ops.inspect.scratch import scratch_sizes
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.devices import target_named
 from moe_ops.pipeline.experts import BatchedTritonExperts, TritonExperts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
-from moe_ops.pipeline.scratch import scratch_sizes
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, as_scheme, quantize_weight
 
@@ -108,7 +108,7 @@ def workspace_nbytes(
         chunk_size: as in `FusedMoEKernel`; Standard format only.
         batch_invariant: as in `fused_experts`; plans then have other sizes.
         device: the device whose kernels allocate: a name such as ``sm_90``, ``h100`` or ``cpu``
-            (see `moe_ops.pipeline.devices.target_named`); None: the current GPU, or a CPU without
+            (see `moe_ops.inspect.devices.target_named`); None: the current GPU, or a CPU without
             one.
 
     Returns:

@@ -18,8 +18,9 @@ from moe_ops.dispatch.hopper import PACKED, STREAM
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.dispatch.tuned_file import file_name, parse
-from moe_ops.pipeline import gemms, warmup
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.inspect import warmup
+from moe_ops.inspect.devices import TARGETS
+from moe_ops.pipeline import gemms
 from moe_ops.testing import Problem, make_inputs
 
 

@@ -16,10 +16,10 @@ import moe_ops  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
+from moe_ops.inspect.devices import TARGETS  # noqa: E402
 from moe_ops.kernels._hopper import dequantized_gemm  # noqa: E402
 from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
 from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
-from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline.row_spaces import depends_on_batch  # noqa: E402
 from moe_ops.scheme import TENSORS, packs, what_lacks  # noqa: E402
 from moe_ops.support import ARCHITECTURES  # noqa: E402

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops import checks, ops
+from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import GemmProblem, problem_of
 from moe_ops.dispatch.row_tiles import tile_rule
-from moe_ops.dispatch.tiles import MANY_TOKENS, few_tokens, is_direct, scan_sizes
+from moe_ops.dispatch.tiles import MANY_TOKENS, is_direct, scan_sizes
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
 from moe_ops.pipeline.gemms import apart
 from moe_ops.pipeline.layer_checks import check_not_quantized
@@ -81,19 +81,6 @@ def warmup(
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
         logits = torch.randn(tokens, num_experts, device=w1.device)
         logits = logits.to(router_logits_dtype or dtype)
-        ops.topk_plan(
-            logits,
-            None,
-            top_k,
-            True,
-            scoring_func,
-            1,
-            expert_map,
-            w1.shape[0],
-            scheme.key,
-            dtype,
-            invariant,
-        )
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)
@@ -119,7 +106,7 @@ class Variants(NamedTuple):
         num_experts, slots = self.w1.shape[0], num_tokens * self.top_k
         plans = (plan_gemm(problem, self._device) for problem in self._problems(num_tokens))
         gemms = ((plan.kernel, plan.config, plan.quantizes_rows) for plan in plans)
-        routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts), num_tokens == 1
+        routing = num_tokens >= MANY_TOKENS, num_tokens == 1
         sorting = is_direct(slots, num_experts), scan_sizes(slots)
         return (*gemms, *sorting, *routing)
 

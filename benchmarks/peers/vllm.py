@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops.bench.installed import package, reason
 from moe_ops.bench.problems import Call, Experts, Inputs
+from peers.installed import package, reason
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
 UTILS = "vllm.model_executor.layers.quantization.utils"

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_ops.bench import vllm
-from moe_ops.bench.installed import package
 from moe_ops.bench.problems import Call, Experts, Inputs
 from moe_ops.tensors import QTensor
+from peers import vllm
+from peers.installed import package
 
 METHODS = "vllm.model_executor.layers.quantization"
 COMPRESSED = f"{METHODS}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"

@@ -23,10 +23,10 @@ from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.operands import GEMMS, SETTINGS
 from moe_ops.dispatch.row_tiles import gemm_rule, tile_rule
 from moe_ops.dispatch.tiles import plan_sizes
+from moe_ops.inspect.devices import TARGETS
+from moe_ops.inspect.scratch import problem_of_call, scratch_sizes
 from moe_ops.kernels._gemm import run
 from moe_ops.ops import STAGES
-from moe_ops.pipeline.devices import TARGETS
-from moe_ops.pipeline.scratch import problem_of_call, scratch_sizes
 from moe_ops.scheme import (
     SCHEMES,
     FusedMoEQuantConfig,
