@@ -7,16 +7,17 @@ converting see all of them. The device holds slots (`HostExperts`), which are no
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.options import FusedMoEOptions, against_host_memory
-from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.rank_checks import check_own_weights
+from moe_ops.layer.state import LayerState
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.host_experts import HostExperts, Store, host_experts, place_in, store
 from moe_ops.residency import Amount, OffloadStats, parse_amount
@@ -29,14 +30,6 @@ EXPERTS = ("weight", "scale", "zero_point", "global_scale", "channel_scale", "bi
 
 class HoldsExperts(ExpertLayer):
     """A layer that may hold its experts in host memory."""
-
-    _device: torch.device | None = None
-
-    @property
-    def compute_device(self) -> torch.device:
-        """The device on which the experts run: that of the slots, else that of the weights."""
-        own: torch.device = self.w13_weight.device
-        return own if self._device is None else self._device
 
     def offload_stats(self) -> OffloadStats:
         """Return hits, misses, copied bytes and waves so far. The host waits for nothing.
@@ -52,68 +45,64 @@ class HoldsExperts(ExpertLayer):
         New ones are made if parameters were replaced: capture CUDA graphs after this. A layer whose
         experts are not in host memory stays as it is.
         """
-        self.initial_seed = None
-        if self.resident_experts is None or self.w13_weight.is_meta:
-            self.host_experts = None
+        resident, host = self.state.resident_experts, self.state.host_experts
+        if resident is None or self.w13_weight.is_meta:
+            if self.state.initial_seed is not None or host is not None:
+                self.state = replace(self.state, initial_seed=None, host_experts=None)
             return
-        host = self.host_experts
+        self.state = replace(self.state, initial_seed=None)
         if host is None or not _same_places(self, host):
-            _move(self, self.resident_experts, self.compute_device)
+            _move(self, resident, self.compute_device)
             return
         new, kept = _weights_of(self), host.residency.store
         for weight, stored in zip(new[:2], kept, strict=True):
             for x, y in zip(weight[: len(STORED)], stored, strict=False):
                 if x is not None and y is not None and x.data_ptr() != y.data_ptr():
                     y.copy_(x)  # a product of parameters
-        scales = self.quant_method.stored_config(self).input_scales
+        scales = stored_config(self.scheme, self._parameters).input_scales
         for x, y in zip(scales, host.quant_config.input_scales, strict=True):
             if x is not None and y is not None:
                 y.copy_(x)
         host.residency.empty_()
 
-    def _device_of_new(self, options: FusedMoEOptions) -> torch.device | str | None:
-        """Note how many experts of a new layer are resident; return where its parameters are made.
 
-        Resident experts: on ``meta``, until `fill_store` makes them in host memory.
+def residency_of_new(state: LayerState, options: FusedMoEOptions) -> LayerState:
+    """Return the state of a new layer with as many resident experts as its options say.
 
-        Raises:
-            TypeError, ValueError: as `parse_amount`.
-        """
-        if options.resident_experts is None:
-            return options.device
-        experts = self.sizes.num_experts
-        least = min(self.top_k + options.n_shared_experts, experts)
-        amount = Amount(experts, least, expert_bytes(self.sizes))
-        (count,) = parse_amount("resident_experts", options.resident_experts, [amount])
-        if count == experts:
-            return options.device
-        self.resident_experts = count
-        self._device = torch.empty(0, device=options.device).device
-        return "meta"
+    Raises:
+        TypeError, ValueError: as `parse_amount`.
+    """
+    if options.resident_experts is None:
+        return state
+    (count,) = parse_amount("resident_experts", options.resident_experts, [amount_of(state)])
+    if count == state.sizes.num_experts:
+        return state
+    device = torch.empty(0, device=options.device).device
+    return replace(state, resident_experts=count, device=device)
 
-    def _apply_on_host(self, fn: Any, kept: Container[int]) -> dict[int, Tensor]:
-        """Return what a move leaves of the parameters on the host, by the ids of the old ones.
 
-        They stay there, and are cast there unless they are ``kept`` as they are. The slots follow.
-        """
-        old = torch.empty(0, dtype=self.sizes.dtype, device=self._probed_device())
-        probe = fn(old)
-        self._device = probe.device
-        host = torch.device("meta" if probe.is_meta else "cpu")
-        moved: dict[int, Tensor] = {}
-        for name in parameter_specs(self.sizes):
-            x = self._parameters.get(name)
-            if x is None:
-                continue
-            dtype = x.dtype if id(x) in kept else probe.dtype
-            if x.is_meta and host.type != "meta":
-                moved[id(x)] = torch.empty_like(x, dtype=dtype, device=host)
-            else:
-                moved[id(x)] = x.data.to(host, dtype)
-        return moved
+def moved_on_host(layer: HoldsExperts, probe: Tensor, kept: Container[int]) -> dict[int, Tensor]:
+    """Return what a move leaves of the parameters on the host, by the ids of the old ones.
 
-    def _probed_device(self) -> torch.device:
-        return torch.device("meta") if self.w13_weight.is_meta else self.compute_device
+    They stay there, and are cast there unless they are ``kept`` as they are. The slots follow.
+
+    Args:
+        layer: its experts are in host memory.
+        probe: what the move makes of an empty tensor of the layer.
+        kept: ids of parameters.
+    """
+    host = torch.device("meta" if probe.is_meta else "cpu")
+    moved: dict[int, Tensor] = {}
+    for name in parameter_specs(layer.sizes):
+        x = layer._parameters.get(name)
+        if x is None:
+            continue
+        dtype = x.dtype if id(x) in kept else probe.dtype
+        if x.is_meta and host.type != "meta":
+            moved[id(x)] = torch.empty_like(x, dtype=dtype, device=host)
+        else:
+            moved[id(x)] = x.data.to(host, dtype)
+    return moved
 
 
 def offload(layer: HoldsExperts, resident: int, device: torch.device | None = None) -> None:
@@ -127,7 +116,7 @@ def offload(layer: HoldsExperts, resident: int, device: torch.device | None = No
         resident: the number of experts on the device.
         device: the device on which experts run; None: the layer's own.
     """
-    reason = reason_against(layer)
+    reason = reason_against(layer.state)
     if reason is not None:
         raise NotImplementedError(reason)
     check_own_weights(layer)
@@ -156,33 +145,22 @@ def fill_store(layer: HoldsExperts, resident: int, device: torch.device) -> None
     _move(layer, resident, device)
 
 
-def reason_against(layer: HoldsExperts) -> str | None:
+def reason_against(state: LayerState) -> str | None:
     """Say why a layer's experts cannot be in host memory; None: they can."""
-    reason = against_host_memory(layer.enable_eplb, layer.moe_parallel_config)
-    if reason is not None:
-        return reason
-    if layer._kernel is not None:
+    reason = against_host_memory(state.parallel.enable_eplb, state.parallel)
+    if reason is None and state.kernel is not None:
         return (
             "layer.kernel must be None with resident_experts, since its experts read parameters on "
-            f"the device, got {type(layer._kernel).__name__}"
+            f"the device, got {type(state.kernel).__name__}"
         )
-    return None
+    return reason
 
 
-def leave_host_memory(stage: HoldsExperts, device: torch.device) -> None:
-    """Make a shallow copy of a layer, with parameters of its own, one that has no slots.
-
-    ``device`` is where the layer's experts run, which decides on the form of new weights.
-    """
-    stage.resident_experts = stage.host_experts = None
-    stage._device = device
-
-
-def amount_of(layer: HoldsExperts) -> Amount:
+def amount_of(state: LayerState) -> Amount:
     """Return the sizes on which the number of resident experts depends."""
-    shared = layer.routing["num_fused_shared_experts"]
-    experts = layer.sizes.num_experts
-    return Amount(experts, min(layer.top_k + shared, experts), expert_bytes(layer.sizes))
+    shared = len(state.placement.rows) - state.num_experts
+    experts = state.sizes.num_experts
+    return Amount(experts, min(state.top_k + shared, experts), expert_bytes(state.sizes))
 
 
 def expert_bytes(sizes: LayerSizes) -> int:
@@ -196,7 +174,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _weights_of(layer: HoldsExperts) -> ExpertWeights:
-    config = layer.quant_method.stored_config(layer)
+    config = stored_config(layer.scheme, layer._parameters)
     tensors = (layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
     w1, w2, *biases = (None if x is None else x.detach() for x in tensors)
     return expert_weights(w1, w2, config, tuple(biases))  # type: ignore[arg-type]
@@ -246,7 +224,7 @@ def _move(layer: HoldsExperts, resident: int, device: torch.device) -> None:
     """Make store and slots, or slots alone; the parameters become the store's tensors."""
     weights, pinned = _weights_of(layer), device.type == "cuda"
     held = _kept_store(weights, layer.host_experts, pinned) or store(weights, pinned=pinned)
-    config = layer.quant_method.stored_config(layer)
+    config = stored_config(layer.scheme, layer._parameters)
     made = host_experts(held, config, resident, device)
     for name in parameter_specs(layer.sizes):
         x = layer._parameters.get(name)
@@ -255,8 +233,7 @@ def _move(layer: HoldsExperts, resident: int, device: torch.device) -> None:
             new = x.detach().cpu().contiguous() if new is None else new
             layer.register_parameter(name, nn.Parameter(new, requires_grad=False))
     layer._buffers.update(_moved_buffers(layer, device))
-    layer.host_experts, layer.resident_experts, layer._device = made, resident, device
-    layer.quant_method.forget()
+    layer.state = replace(layer.state, host_experts=made, resident_experts=resident, device=device)
 
 
 def _move_back(layer: HoldsExperts, device: torch.device) -> None:
@@ -268,8 +245,7 @@ def _move_back(layer: HoldsExperts, device: torch.device) -> None:
     moved = {name: x.detach().to(device, copy=True) for name, x in held.items()}
     for name, x in moved.items():
         layer.register_parameter(name, nn.Parameter(x, requires_grad=held[name].requires_grad))
-    layer.host_experts = layer.resident_experts = layer._device = None
-    layer.quant_method.forget()
+    layer.state = replace(layer.state, host_experts=None, resident_experts=None, device=None)
 
 
 def _moved_buffers(layer: HoldsExperts, device: torch.device) -> dict[str, Tensor | None]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from operator import is_
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +15,12 @@ from torch import Tensor, nn
 from moe_ops import ops
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.forms import convert_for_device
-from moe_ops.layer.host_memory import HoldsExperts
+from moe_ops.layer.forms import in_forms_for_device
 from moe_ops.layer.initial import warn_if_empty
-from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import LayerState
 from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.backward import TRAINS_NOT
 from moe_ops.pipeline.calls import Call
@@ -29,6 +32,15 @@ from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
 from moe_ops.scheme import UNQUANTIZED, FusedMoEQuantConfig
+
+
+class Made(NamedTuple):
+    """What was made of a layer's state and parameters, which is right until either changes."""
+
+    value: Any
+    state: ReferenceType[LayerState]
+    """Weak, since a state holds the method that holds this."""
+    parameters: list[Any]
 
 
 class FusedMoEMethodBase(ABC):
@@ -43,8 +55,7 @@ class FusedMoEMethodBase(ABC):
     def __init__(self) -> None:
         self.exchange: FusedMoEPrepareAndFinalize | None = None
         """What sends tokens to other ranks' experts; set by a layer whose ranks exchange tokens."""
-        self._kernel: FusedMoEKernel | None = None
-        self._kernel_of: list[Any] = []
+        self._kernel: Made | None = None
 
     def create_weights(
         self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
@@ -73,10 +84,6 @@ class FusedMoEMethodBase(ABC):
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig | None:
         """Return the layer's scheme and scales as kernels take them; None: not quantized."""
 
-    def stored_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
-        """Return the scheme and the scales of the parameters, which may be empty."""
-        return _unquantized_config(layer)
-
     def apply(
         self,
         layer: ExpertLayer,
@@ -96,14 +103,25 @@ class FusedMoEMethodBase(ABC):
         Raises:
             NotImplementedError: act-order that differs between experts, in a layer with a kernel.
         """
-        order = layer.w13_input_order
-        if order is None:
-            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input, lora)
-        is_shared_out = layer.kernel is not None and layer.placement.is_shared_out
+        if layer.w13_input_order is not None:
+            return self._ordered(layer, x, topk_weights, topk_ids, shared_experts_input)
+        return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input, lora)
+
+    def _ordered(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts_input: Tensor | None,
+    ) -> Any:
+        """Run experts whose weights are in act-order."""
+        order, exchange = cast(Tensor, layer.w13_input_order), layer.state.exchange
+        is_shared_out = exchange is not None and layer.placement.is_shared_out
         if order.shape[0] == 1 and not is_shared_out:
             x = x.index_select(1, order[0])
             return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
-        if layer.kernel is not None:
+        if exchange is not None:
             raise NotImplementedError(
                 "layer.kernel must be None if the act-order of w13 differs between experts, got a "
                 "kernel"
@@ -125,7 +143,9 @@ class FusedMoEMethodBase(ABC):
         shared_experts_input: Tensor | None = None,
         lora: ExpertLora | None = None,
     ) -> Any:
-        kernel, host = layer.kernel, layer.host_experts
+        kernel, host = layer.state.kernel, layer.state.host_experts
+        if kernel is None and layer.exchanges_tokens:
+            kernel = self.kernel_of(layer)
         if host is not None:
             return self._host_experts(layer, host, x, topk_weights, topk_ids, lora)
         if kernel is not None:
@@ -156,7 +176,7 @@ class FusedMoEMethodBase(ABC):
             w1_bias=layer.w13_bias,
             w2_bias=layer.w2_bias,
             quant_config=self.get_fused_moe_quant_config(layer),
-            batch_invariant=layer.batch_invariant,
+            batch_invariant=layer.state.batch_invariant,
             lora=lora,
         )
 
@@ -170,10 +190,11 @@ class FusedMoEMethodBase(ABC):
         lora: ExpertLora | None,
     ) -> Tensor:
         """Run experts that are in host memory."""
-        if layer.kernel is not None:
+        kernel = layer.state.kernel
+        if kernel is not None:
             raise NotImplementedError(
                 "layer.kernel must be None with resident_experts, since its experts read "
-                f"parameters on the device, got {type(layer.kernel).__name__}"
+                f"parameters on the device, got {type(kernel).__name__}"
             )
         out = fused_experts(
             x,
@@ -187,7 +208,7 @@ class FusedMoEMethodBase(ABC):
             w1_bias=host.w1_bias,
             w2_bias=host.w2_bias,
             quant_config=host.quant_config,
-            batch_invariant=layer.batch_invariant,
+            batch_invariant=layer.state.batch_invariant,
             lora=lora,
         )
         if not torch.is_grad_enabled():
@@ -196,12 +217,12 @@ class FusedMoEMethodBase(ABC):
         return refuse(out, trained, "FusedMoE", TRAINS_NOT)
 
     def forget(self) -> None:
-        """Drop what was derived from parameters, whose memory has been replaced."""
-        self._kernel, self._kernel_of = None, []
+        """Drop what was derived from the layer's state and parameters."""
+        self._kernel = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is derived from parameters: a copy derives it from its own."""
-        return {**self.__dict__, "_kernel": None, "_kernel_of": []}
+        return {**self.__dict__, "_kernel": None}
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether checkpoints keep a global scale as ``weight_scale_2``."""
@@ -214,13 +235,12 @@ class FusedMoEMethodBase(ABC):
     def kernel_of(self, layer: ExpertLayer) -> FusedMoEKernel:
         """Return the kernel around `maybe_make_prepare_finalize`, for the current parameters.
 
-        Eager calls get the same kernel as long as the layer has the same parameters.
+        It is made when the layer's state or parameters change, and in calls that are compiled.
         """
-        config = self.get_fused_moe_quant_config(layer)
-        made_of = [layer.w13_weight, layer.w13_bias, layer.w2_bias, config]
-        same = len(self._kernel_of) == len(made_of) and all(map(is_, made_of, self._kernel_of))
-        if self._kernel is not None and same and not torch.compiler.is_compiling():
-            return self._kernel
+        compiling, own = torch.compiler.is_compiling(), layer._parameters.values()
+        made = None if compiling else self._kernel
+        if made is not None and made.state() is layer.state and all(map(is_, own, made.parameters)):
+            return cast(FusedMoEKernel, made.value)
         part = self.maybe_make_prepare_finalize()
         if part is None:
             raise NotImplementedError(
@@ -233,8 +253,8 @@ class FusedMoEMethodBase(ABC):
             moe_parallel_config=layer.moe_parallel_config,
             chunk_size=layer.chunk_size,
         )
-        if not torch.compiler.is_compiling():
-            self._kernel, self._kernel_of = kernel, made_of
+        if not compiling:
+            self._kernel = Made(kernel, ref(layer.state), [*own])
         return kernel
 
     def init_prepare_finalize(self, layer: ExpertLayer) -> None:
@@ -242,7 +262,8 @@ class FusedMoEMethodBase(ABC):
         prepare_finalize = self.maybe_make_prepare_finalize()
         if prepare_finalize is not None:
             experts = self.select_gemm_impl(prepare_finalize, layer)
-            layer.kernel = FusedMoEKernel(prepare_finalize, experts)
+            kernel = FusedMoEKernel(prepare_finalize, experts)
+            layer.state = replace(layer.state, kernel=kernel)
 
     def select_gemm_impl(
         self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: ExpertLayer
@@ -252,7 +273,7 @@ class FusedMoEMethodBase(ABC):
         They hold the layer's current parameters: call this after loading and moving.
         """
         config = self.get_fused_moe_quant_config(layer)
-        config = _unquantized_config(layer) if config is None else config
+        config = stored_config(UNQUANTIZED, layer._parameters) if config is None else config
         if prepare_finalize.activation_format is FusedMoEActivationFormat.Standard:
             return TritonExperts(layer.moe_config, config)
         max_num_tokens = prepare_finalize.max_num_tokens_per_rank()
@@ -267,7 +288,7 @@ def shared_experts_of(layer: ExpertLayer) -> Callable[[Tensor], Tensor] | None:
     Raises:
         ValueError: the layer and its kernel have different ones.
     """
-    own, kernel = layer.shared_experts, layer.kernel
+    own, kernel = layer.shared_experts, layer.state.kernel
     beside = None if kernel is None else kernel.shared_experts
     if own is None:
         return beside
@@ -291,8 +312,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self._config: FusedMoEQuantConfig | None = None
-        self._made_of: list[Tensor | None] = []
+        self._config: Made | None = None
         self._has_global_scales = False
         self._warned = False
 
@@ -304,21 +324,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         Weights are packed where kernels read the packed form fast, and MXFP4 is held as fp8 where
         that is exact and fast: see `FusedMoE.pack_` and `FusedMoE.as_fp8_`.
         """
-        for name, spec in parameter_specs(layer.sizes).items():
-            if spec.kind not in ("global_scale", "input_scale"):
-                continue
-            scale = getattr(layer, name).data
-            good = (scale.isfinite() & (scale > 0)).view(len(scale), -1).all(1)
-            if not good.all():
-                expert = int((~good).nonzero()[0])
-                raise ValueError(
-                    f"{name} must be positive and finite, got {scale[expert].tolist()} for local "
-                    f"expert {expert}"
-                )
-            if spec.kind == "input_scale":
-                scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
-        layer.given_scales.clear()
-        convert_for_device(cast(HoldsExperts, layer))
+        layer.take(finished(Stage.of(layer)).state)
         layer.renew_slots()
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
@@ -326,18 +332,15 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
         The first eager call warns if nothing was loaded into the layer.
         """
-        own = layer._parameters
-        tensors: list[Tensor | None] = [own[name] for name in _CONFIG_PARAMETERS]
         if torch.compiler.is_compiling():  # the compiler traces how it is made
-            return _config(layer, tensors)
-        if self._config is None or not all(map(is_, tensors, self._made_of)):
-            self._config, self._made_of = _config(layer, tensors), tensors
-            self._warned = self._warned or warn_if_empty(tensors[:2])
-        return self._config
-
-    def stored_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
-        """Return the scheme and the scales of the parameters, which may be empty."""
-        return _config(layer, [layer._parameters[name] for name in _CONFIG_PARAMETERS])
+            return stored_config(layer.state.sizes.scheme, layer._parameters)
+        made, own = self._config, layer._parameters.values()
+        if made is not None and made.state() is layer.state and all(map(is_, own, made.parameters)):
+            return cast(FusedMoEQuantConfig, made.value)
+        config = stored_config(layer.state.sizes.scheme, layer._parameters)
+        self._config = Made(config, ref(layer.state), [*own])
+        self._warned = self._warned or warn_if_empty((config.w1_scale, config.w2_scale))
+        return config
 
     def create_weights(
         self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
@@ -350,7 +353,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
     def forget(self) -> None:
         """Drop the configuration; the next call makes a new one."""
         super().forget()
-        self._config, self._made_of = None, []
+        self._config = None
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether the scheme's weights have a global scale, whose name is ``weight_scale_2``."""
@@ -358,34 +361,27 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is derived from parameters: a copy derives it from its own."""
-        return {**super().__getstate__(), "_config": None, "_made_of": []}
+        return {**super().__getstate__(), "_config": None}
 
 
-_CONFIG_PARAMETERS = tuple(
-    f"{w}_{SUFFIX[kind]}"
-    for kind in ("scale", "zero_point", "global_scale", "channel_scale", "input_scale")
-    for w in ("w13", "w2")
-)
+def finished(stage: Stage) -> Stage:
+    """Return a stage that was filled, with scales and forms as its experts run.
 
-
-def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
-    w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
-    quant = layer.scheme.activation
-    kind = "gscale" if quant is not None and quant.global_scale else "scale"
-    input_scales = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
-    return FusedMoEQuantConfig(
-        layer.scheme,
-        w1_scale=w1,
-        w2_scale=w2,
-        w1_zp=w1_zp,
-        w2_zp=w2_zp,
-        w1_gscale=w1_gscale,
-        w2_gscale=w2_gscale,
-        g1_alphas=g1_alphas,
-        g2_alphas=g2_alphas,
-        **input_scales,
-    )
-
-
-def _unquantized_config(layer: ExpertLayer) -> FusedMoEQuantConfig:
-    return FusedMoEQuantConfig(UNQUANTIZED, w1_bias=layer.w13_bias, w2_bias=layer.w2_bias)
+    Raises:
+        ValueError: a global or static scale that is not positive and finite, with its expert.
+    """
+    for name, spec in parameter_specs(stage.state.sizes).items():
+        if spec.kind not in ("global_scale", "input_scale"):
+            continue
+        scale = stage.parameters[name].data
+        good = (scale.isfinite() & (scale > 0)).view(len(scale), -1).all(1)
+        if not good.all():
+            expert = int((~good).nonzero()[0])
+            raise ValueError(
+                f"{name} must be positive and finite, got {scale[expert].tolist()} for local "
+                f"expert {expert}"
+            )
+        if spec.kind == "input_scale":
+            scale.fill_(scale.amax().clamp(min=stage.state.given_scales.largest(name)))
+    stage.state.given_scales.clear()
+    return in_forms_for_device(stage)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any
 from warnings import warn
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.brief import brief
+from moe_ops.layer.state import ExpertPlacement
 from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
@@ -410,41 +410,3 @@ def against_host_memory(enable_eplb: bool, parallel: FusedMoEParallelConfig) -> 
             f"dp_size = {parallel.dp_size} and sp_size = {parallel.sp_size}"
         )
     return None
-
-
-@dataclass(frozen=True)
-class ExpertPlacement:
-    """Where experts are. The ids that the experts' kernels get are those of physical experts."""
-
-    logical: tuple[int, ...]
-    """The logical expert that each physical one holds; shared experts come after E; -1: none."""
-    row: tuple[int, ...]
-    """The row of each physical expert in this rank's parameters; -1: another rank has it."""
-    is_shared_out: bool
-    """Whether other ranks hold experts that this rank does not."""
-
-    @property
-    def num_local_experts(self) -> int:
-        """Number of rows of the parameters."""
-        return sum(row >= 0 for row in self.row)
-
-    @cached_property
-    def rows(self) -> dict[int, list[int]]:
-        """The rows of this rank that hold each logical expert."""
-        rows: dict[int, list[int]] = {expert: [] for expert in self.logical if expert >= 0}
-        for expert, row in zip(self.logical, self.row, strict=True):
-            if row >= 0 and expert >= 0:
-                rows[expert].append(row)
-        return rows
-
-    @property
-    def experts(self) -> list[int]:
-        """The logical expert that each row of this rank holds; -1: none."""
-        pairs = zip(self.row, self.logical, strict=True)
-        return [expert for _, expert in sorted(pair for pair in pairs if pair[0] >= 0)]
-
-    def expert_map(self, device: torch.device | str | None) -> Tensor | None:
-        """Return int32 ``(physical,)``, or None if this rank holds all experts."""
-        if not self.is_shared_out:
-            return None
-        return torch.tensor(self.row, dtype=torch.int32, device=device)

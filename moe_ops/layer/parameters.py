@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX
-from moe_ops.scheme import WHOLE, Quant
+from moe_ops.scheme import WHOLE, FusedMoEQuantConfig, Quant, Scheme
 
 
 class FusedMoeWeightScaleSupported(Enum):
@@ -110,3 +110,35 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
     activation = sizes.scheme.activation
     if activation is not None and (activation.static or activation.global_scale):
         yield spec("input_scale", (), torch.float32, torch.nan)
+
+
+CONFIG_PARAMETERS = tuple(
+    f"{w}_{SUFFIX[kind]}"
+    for kind in ("scale", "zero_point", "global_scale", "channel_scale", "input_scale")
+    for w in ("w13", "w2")
+)
+"""Names of the parameters that a `FusedMoEQuantConfig` holds, in its order."""
+
+
+def stored_config(scheme: Scheme, parameters: Mapping[str, Any]) -> FusedMoEQuantConfig:
+    """Return the scheme and the scales of parameters by name, which may be empty."""
+    if scheme.weight is None:
+        biases = (parameters["w13_bias"], parameters["w2_bias"])
+        return FusedMoEQuantConfig(scheme, w1_bias=biases[0], w2_bias=biases[1])
+    tensors = [parameters[name] for name in CONFIG_PARAMETERS]
+    w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
+    quant = scheme.activation
+    kind = "gscale" if quant is not None and quant.global_scale else "scale"
+    input_scales = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
+    return FusedMoEQuantConfig(
+        scheme,
+        w1_scale=w1,
+        w2_scale=w2,
+        w1_zp=w1_zp,
+        w2_zp=w2_zp,
+        w1_gscale=w1_gscale,
+        w2_gscale=w2_gscale,
+        g1_alphas=g1_alphas,
+        g2_alphas=g2_alphas,
+        **input_scales,
+    )

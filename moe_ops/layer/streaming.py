@@ -5,7 +5,6 @@ A base class of `moe_ops.FusedMoE`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -16,7 +15,8 @@ from moe_ops.layer.own_names import OwnNames
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.router_tensors import LogitsBiasError
 from moe_ops.layer.shared import shared_hint
-from moe_ops.layer.state import STATE
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state_dict import STATE
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.names import (
     KINDS,
@@ -116,10 +116,10 @@ class StreamsWeights(WeightLoading):
 class WeightStream(Placing):
     """Places tensors in a layer that runs. Each counts, and one that does not fit raises."""
 
+    layer: WeightLoading
+
     def __init__(self, layer: WeightLoading) -> None:
-        held = copy.copy(layer)  # with the same parameters
-        held.placement = layer.held_placement()
-        super().__init__(held, LAYOUTS["auto"], quantize=False)
+        super().__init__(layer, Stage.of(layer).as_held(), LAYOUTS["auto"], quantize=False)
 
     def load(self, entry: Entry, relative: str, *, by_mapping: bool) -> None:
         """Load a tensor by its name.
@@ -135,7 +135,7 @@ class WeightStream(Placing):
         piece = parse(relative)
         if not by_mapping or piece is None or piece.expert is None:
             self._load(entry, partial(self.take, entry, relative))
-        elif self.layer.rows_of(piece.expert):
+        elif self.stage.rows_of(piece.expert):
             raise ValueError(f"{entry.name} must be in expert_mapping, which has no such name")
 
     def load_pieces(self, entry: Entry, pieces: list[Piece]) -> None:
@@ -169,8 +169,8 @@ class WeightStream(Placing):
         self._placed.clear()  # nothing is placed again
         if self.unexpected:
             raise ValueError(
-                f"{entry.name} must name a tensor of this layer's {self.layer.num_experts} experts "
-                f"in scheme {self.layer.checkpoint_scheme.name}, got one that nothing takes"
+                f"{entry.name} must name a tensor of this layer's {self.state.num_experts} experts "
+                f"in scheme {self.state.checkpoint_scheme.name}, got one that nothing takes"
                 + shared_hint(self.layer, self.unknown_shared)
             )
 
@@ -188,14 +188,14 @@ class WeightStream(Placing):
     def _place(self, entry: Entry, piece: Piece) -> None:
         spec = self._spec(piece)
         if spec is not None:
-            self.layer.check_takes(spec, piece.shard, entry.name)
+            self.layer.check_takes(spec, entry.name)
         super()._place(entry, piece)
-        if not any(map(self.layer.rows_of, self._experts(piece))):
+        if not any(map(self.stage.rows_of, self._experts(piece))):
             self.loaded.remove(entry.name)  # an input scale, which is only noted
 
     def _put_expert(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
         spec = self._spec(piece)
-        param = None if spec is None else getattr(self.layer, spec.name)
+        param = None if spec is None else self.stage.parameters[spec.name]
         flipped = getattr(param, "is_transposed", False) and piece.expert is not None
         super()._put_expert(x.t() if flipped and x.dim() == 2 else x, piece, expert, share)
 

@@ -5,27 +5,23 @@ A base class of `moe_ops.FusedMoE`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moe_ops import checks
-from moe_ops.layer.forms import FORM_KINDS, PLAIN, ConvertsForms, forms_of
+from moe_ops.layer.forms import FORM_KINDS, ConvertsForms
 from moe_ops.layer.parameters import (
     FusedMoeWeightScaleSupported,
     ParameterSpec,
     parameter_specs,
 )
 from moe_ops.layer.rank_checks import check_own_weights
-from moe_ops.layer.steps import LoadSteps, copy_front
-from moe_ops.loading.derived import channel_scales, has_plain_scales
-from moe_ops.loading.names import SHARDS, SHARED_GATE, SUFFIX, CheckpointLayout, suffix_of
-from moe_ops.loading.stored import Form, canonical
-from moe_ops.scheme.formats import join_nibbles
+from moe_ops.layer.stage import SHARD_DIMS, Stage
+from moe_ops.layer.state import PLAIN
+from moe_ops.layer.steps import LoadSteps
+from moe_ops.loading.names import SHARDS, SHARED_GATE
 
-SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
-"""The axis of one expert's projection that ranks cut."""
 QUANT_METHODS = [method.value for method in FusedMoeWeightScaleSupported]
 
 
@@ -87,7 +83,8 @@ class WeightLoading(LoadSteps, ConvertsForms):
         if param is self._parameters.get(SHARED_GATE):
             raise ValueError(f"param must belong to experts, got {SHARED_GATE} (copy_ into it)")
         check_own_weights(self)
-        spec, held = self._spec_of(param), self.held_placement().rows
+        spec, stage = self._spec_of(param), Stage.of(self).as_held()
+        held = stage.state.placement.rows
         if spec is not None:
             self._check_plain(spec)
         if loaded_weight.dim() == 3 and spec is not None:
@@ -101,8 +98,8 @@ class WeightLoading(LoadSteps, ConvertsForms):
             rows = [(row, loaded_weight) for row in held.get(expert_id, [])]
         if spec is not None and spec.kind == "input_scale":
             local = [row for row, _ in rows]
-            scale = self._stored(spec, loaded_weight, weight_name, shard_id, expert_id)
-            self.take_input_scale(spec, scale, shard_id, expert_id, local)
+            scale = stage.stored(spec, loaded_weight, weight_name, shard_id, expert_id)
+            stage.take_input_scale(spec, scale, shard_id, expert_id, local)
             return bool(local) if return_success else None
         done = False
         self.renew_slots()
@@ -110,39 +107,21 @@ class WeightLoading(LoadSteps, ConvertsForms):
             if spec is None:
                 done = self._load_by_name(param, x, weight_name, shard_id, row)
             else:
-                self._load_stored(param, spec, x, weight_name, shard_id, row)
+                self.check_takes(spec, weight_name)
+                stage.load_stored(param, spec, x, weight_name, shard_id, row)
                 done = True
         return done if return_success else None
 
     def _check_plain(self, spec: ParameterSpec) -> None:
         """Refuse a parameter of a weight that is not in the plain form."""
-        form = forms_of(self)["w13" if spec.is_w13 else "w2"]
+        form = self.state.forms["w13" if spec.is_w13 else "w2"]
         if spec.kind in FORM_KINDS and form != PLAIN:
             raise ValueError(
                 f"param must be in the plain form (call the layer's unpack_() first), got "
                 f"{spec.name} in the form {form!r}"
             )
 
-    def rows_of(self, logical: int) -> list[int]:
-        """Return the rows of this rank that hold a logical expert: none, one, or one per copy."""
-        return self.placement.rows.get(logical, [])
-
-    def form(self, spec: ParameterSpec, shard_id: str, layout: CheckpointLayout) -> Form:
-        """Return how a checkpoint's projection is stored; ``w13`` is gate and up in one tensor."""
-        hidden, width = self.model_hidden_size, self.intermediate_size
-        n, k = {"w2": (hidden, width), "w13": (2 * width, hidden)}.get(shard_id, (width, hidden))
-        quant, own = self.checkpoint_scheme.weight, self.sizes.scheme.weight
-        return Form(n, k, spec.dtype, quant, own, layout)
-
-    def part(self, expert_data: Tensor, spec: ParameterSpec, shard_id: str) -> Tensor:
-        """Return the view of one expert's parameter that belongs to a shard."""
-        if shard_id == "w2" or not self.sizes.gated or expert_data.dim() == 0:
-            return expert_data
-        if self.sizes.interleaved:
-            return expert_data[int(shard_id == "w3") :: 2]
-        return expert_data.chunk(2)[int(shard_id == "w3")]
-
-    def check_takes(self, spec: ParameterSpec, shard_id: str, name: str) -> None:
+    def check_takes(self, spec: ParameterSpec, name: str) -> None:
         """Check that one tensor by itself can be loaded into a parameter.
 
         Raises:
@@ -153,72 +132,6 @@ class WeightLoading(LoadSteps, ConvertsForms):
                 "weights must be loaded by load_checkpoint into a layer that holds others in "
                 f"act-order (w13_input_order), got {name}"
             )
-
-    def place(self, param: Tensor, spec: ParameterSpec, x: Tensor, shard_id: str, row: int) -> None:
-        """Copy this rank's part of a canonical tensor to row ``row`` of ``param``."""
-        expert_data = param.data[row]
-        if getattr(param, "is_transposed", False):
-            expert_data = expert_data.transpose(-1, -2)
-        shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
-        if spec.kind == "zero_point" and self._joins_nibbles():
-            if self.sizes.gated and self.sizes.interleaved and shard_id != "w2":
-                self._load_alternating_zero_points(expert_data, shard_id, x, tp_rank)
-                return
-            x = join_nibbles(pad(x, (0, 0, 0, x.shape[0] % 2)), 0)
-        if spec.kind == "bias" and shard_id == "w2":
-            expert_data.zero_()  # results are summed over ranks, so only one of them has the bias
-            if tp_rank == 0:
-                copy_front(expert_data, x)
-        elif x.dim() == 0:
-            self._load_per_tensor_weight_scale(shard_id, param, x, row)
-        elif (
-            x.dim() == 1
-            and spec.kind in ("scale", "channel_scale")
-            or (spec.kind in ("scale", "zero_point") and x.shape[1] == 1 and self._is_channel())
-        ):
-            self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
-        else:
-            self._load_model_weight_or_group_weight_scale(
-                shard_dim, expert_data, shard_id, x, tp_rank
-            )
-
-    def take_input_scale(
-        self, spec: ParameterSpec, x: Tensor, shard_id: str, expert: int, rows: Iterable[int]
-    ) -> None:
-        """Note the input scale of an expert, and copy it to the rows that hold the expert.
-
-        An expert of another rank has no rows here. Its scale counts when the weights are processed.
-        """
-        scale = self.given_scales.take(spec.name, expert, shard_id, float(x))
-        for row in rows:
-            getattr(self, spec.name).data[row] = scale
-
-    def _load_stored(
-        self, param: Tensor, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, row: int
-    ) -> None:
-        """Load a checkpoint's tensor, in any of the known forms."""
-        self.check_takes(spec, shard_id, name)
-        if getattr(param, "is_transposed", False) and x.dim() == 2:
-            x = x.t()
-        if not has_plain_scales(spec.kind, x, self.checkpoint_scheme.weight):
-            self.place(param, spec, self._stored(spec, x, name, shard_id, row), shard_id, row)
-            return
-        which = "w13" if spec.is_w13 else "w2"
-        for kind, suffix, part in channel_scales(x.to(param.device)):
-            of = parameter_specs(self.sizes)[f"{which}_{SUFFIX[kind]}"]
-            part = self._stored(of, part, f"{name}.{suffix}", shard_id, row)
-            self.place(getattr(self, of.name), of, part, shard_id, row)
-
-    def _stored(
-        self, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, expert: int
-    ) -> Tensor:
-        """Return one expert's tensor in canonical form; an error names the tensor."""
-        form = self.form(spec, shard_id, CheckpointLayout())
-        device = getattr(self, spec.name).device
-        try:
-            return canonical(spec.kind, x.to(device), suffix_of(name), form)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name} ({spec.name}[{expert}]): {error}") from None
 
     def _load_by_name(self, param: Tensor, x: Tensor, name: str, shard_id: str, row: int) -> bool:
         """Load into a caller's tensor, by the tensor's name and ``quant_method``."""
@@ -266,11 +179,3 @@ class WeightLoading(LoadSteps, ConvertsForms):
             if self._parameters.get(name) is param:
                 return spec
         return None
-
-    def _is_channel(self) -> bool:
-        quant = self.sizes.scheme.weight
-        return quant is not None and quant.group.cols == -1
-
-    def _joins_nibbles(self) -> bool:
-        quant = self.sizes.scheme.weight
-        return quant is not None and quant.element.values_per_byte == 2
