@@ -205,10 +205,10 @@ def in_forms_for_device(stage: Stage) -> Stage:
 
     A layer whose ``kernel`` was set stays as it is, because the kernel holds the layer's scales.
     """
-    state, parameters = stage.state, stage.parameters
-    if state.kernel is not None:
+    state, parameters, device = stage.state, stage.parameters, stage.compute_device
+    forms, scheme = state.forms, state.sizes.scheme
+    if state.kernel is not None or scheme.weight is None:
         return stage
-    forms, scheme, device = state.forms, state.sizes.scheme, stage.compute_device
     for which, form in forms.items():
         reads = form == PLAIN and reads_packed(
             parameters[f"{which}_weight"],
