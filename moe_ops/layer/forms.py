@@ -136,7 +136,7 @@ def forms_of(layer: ExpertLayer) -> dict[str, str]:
 
 def packed_of(layer: ExpertLayer) -> tuple[str, ...]:
     """Return which of ``w13`` and ``w2`` are in the packed form."""
-    return layer.state.packed
+    return layer.state.fragments
 
 
 def form_names(which: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,21 +23,18 @@ from moe_ops.layer.methods import (
 )
 from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
-from moe_ops.layer.partition import LayerSizes, aligned_sizes
 from moe_ops.layer.rank_checks import check_call, compare_ranks, option_facts, rank_group_of
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
-from moe_ops.layer.state import LayerState
 from moe_ops.layer.state_dict import KeepsStateDict
 from moe_ops.layer.streaming import StreamsWeights
-from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
+from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
-from moe_ops.scheme import UNQUANTIZED, as_scheme
 
 
 @takes_options
@@ -102,55 +100,27 @@ class FusedMoE(RoutesTokens, StreamsWeights, KeepsStateDict, KeepsBits):
         super().__init__()
         chosen = FusedMoEOptions.of(options)
         chosen.check(num_experts, top_k, hidden_size, intermediate_size)
-        kind, self.activation = kind_and_key(chosen.activation)
+        self.activation = kind_and_key(chosen.activation)[1]
         self.renormalize, self.scoring_func = chosen.renormalize, chosen.scoring_func
         self.apply_router_weight_on_input = chosen.apply_router_weight_on_input
         self.reduce_results, self.enable_eplb = chosen.reduce_results, chosen.enable_eplb
-        self.chunk_size, self.prefix = chosen.chunk_size, chosen.prefix
-        self.expert_mapping = chosen.expert_mapping
-        parallel, dtype = chosen.parallel_config(), chosen.params_dtype or torch.get_default_dtype()
-        self.exchanges_tokens, self.is_spread = parallel.exchanges_tokens, parallel.layer_size > 1
+        self.chunk_size, self.shared_expert_gate = chosen.chunk_size, chosen.shared_expert_gate
+        self.prefix, self.expert_mapping = chosen.prefix, chosen.expert_mapping
         self.option_facts = option_facts(chosen)
-        placement = chosen.placement(parallel, num_experts)
-        self.global_num_experts = len(placement.row)
+        state = chosen.new_state(num_experts, top_k, hidden_size, intermediate_size)
+        quantized = state.checkpoint_scheme.weight is not None
+        method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
+        self.state = replace(residency_of_new(state, chosen), quant_method=method())
+        parallel, self.hidden_size = state.parallel, state.sizes.hidden_size
+        self.exchanges_tokens, self.is_spread = parallel.exchanges_tokens, parallel.layer_size > 1
         self.rank_group = rank_group_of(parallel, chosen)
-        # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
-        scheme = as_scheme(chosen.scheme or UNQUANTIZED)
-        self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
-        method = UnquantizedFusedMoEMethod if scheme.weight is None else QuantizedFusedMoEMethod
-        sizes = LayerSizes(
-            placement.num_local_experts,
-            self.hidden_size,
-            intermediate_size,
-            scheme,
-            kind.is_gated,
-            kind.is_interleaved,
-            chosen.has_bias,
-            dtype,
-        )
-        if parallel.tp_size > 1 or not sizes.mixes_rows:  # which can be filled, not loaded
-            sizes = aligned_sizes(sizes, intermediate_size, parallel.tp_size)
-        state = LayerState(
-            num_experts,
-            top_k,
-            hidden_size,
-            intermediate_size,
-            sizes,
-            scheme,
-            placement,
-            parallel,
-            chosen.batch_invariant,
-            quant_method=method(),
-            ranks_agree=not self.is_spread,
-        )
-        self.state = residency_of_new(state, chosen)
-        of_weights = chosen.device if self.resident_experts is None else "meta"  # see `_begin`
-        self.quant_method.create_weights(self, sizes, of_weights)
-        self.shared_expert_gate = chosen.shared_expert_gate
+        self.global_num_experts = len(state.placement.row)
+        device = chosen.device if self.resident_experts is None else "meta"  # see `_begin`
+        self.quant_method.create_weights(self, state.sizes, device)
         add_gate(self, chosen)
         self.register_buffer("e_score_correction_bias", chosen.e_score_correction_bias)
         self.register_buffer("hash_indices_table", chosen.hash_indices_table)
-        expert_map = placement.expert_map(chosen.device)
+        expert_map = state.placement.expert_map(chosen.device)
         self.register_buffer("expert_map", expert_map, persistent=False)
         self.register_buffer("w13_input_order", None)
         self.routing = chosen.routing(self.global_num_experts)

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
-from moe_ops.activation import Activation, MoEActivation
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.brief import brief
-from moe_ops.layer.state import ExpertPlacement
-from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
+from moe_ops.layer.partition import LayerSizes, aligned_sizes
+from moe_ops.layer.state import ExpertPlacement, LayerState
+from moe_ops.parallel import (
+    FusedMoEParallelConfig,
+    determine_expert_map,
+    maybe_roundup_hidden_size,
+)
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
 from moe_ops.pipeline.row_spaces import check_batch_invariant
@@ -346,6 +351,39 @@ class FusedMoEOptions:
         backend = self.all2all_backend or config.all2all_backend
         return replace(
             config, sp_size=sp_size, enable_eplb=self.enable_eplb, all2all_backend=backend
+        )
+
+    def new_state(
+        self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
+    ) -> LayerState:
+        """Return the state of a new layer with these sizes, whose experts are on its device."""
+        parallel, kind = self.parallel_config(), kind_and_key(self.activation)[0]
+        placement = self.placement(parallel, num_experts)
+        dtype = self.params_dtype or torch.get_default_dtype()
+        scheme = as_scheme(self.scheme or UNQUANTIZED)
+        sizes = LayerSizes(
+            placement.num_local_experts,
+            maybe_roundup_hidden_size(hidden_size, dtype, None, parallel),
+            intermediate_size,
+            scheme,
+            kind.is_gated,
+            kind.is_interleaved,
+            self.has_bias,
+            dtype,
+        )
+        if parallel.tp_size > 1 or not sizes.mixes_rows:  # which can be filled, not loaded
+            sizes = aligned_sizes(sizes, intermediate_size, parallel.tp_size)
+        return LayerState(
+            num_experts,
+            top_k,
+            hidden_size,
+            intermediate_size,
+            sizes,
+            scheme,
+            placement,
+            parallel,
+            self.batch_invariant,
+            ranks_agree=parallel.layer_size == 1,
         )
 
     def routing(self, global_num_experts: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Stage(LoadSteps):
         """Return new parameters on a device, for a layer whose experts are on its device."""
         holder = nn.Module()
         state.quant_method.create_weights(holder, state.sizes, device)
-        state = replace(state, packed=(), host_experts=None, given_scales=GivenScales())
+        state = replace(state, fragments=(), host_experts=None, given_scales=GivenScales())
         return cls(replace(state, resident_experts=None), holder._parameters)
 
     def rows_of(self, logical: int) -> list[int]:

@@ -94,8 +94,8 @@ class LayerState:
     parallel: FusedMoEParallelConfig
     """The ranks."""
     batch_invariant: bool = False
-    packed: tuple[str, ...] = ()
-    """Which of ``w13`` and ``w2`` are in the packed form."""
+    fragments: tuple[str, ...] = ()
+    """Which of ``w13`` and ``w2`` are in fragments: the form ``packed``."""
     resident_experts: int | None = None
     """Number of experts on the device, if all are in host memory; None: all are on the device."""
     device: torch.device | None = None
@@ -131,7 +131,7 @@ class LayerState:
     def __repr__(self) -> str:
         facts = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
         sizes, placement = facts.pop("sizes"), facts.pop("placement")
-        del facts["packed"]
+        del facts["fragments"]
         facts |= {f"local_{name}": size for name, size in vars(sizes).items() if name != "scheme"}
         facts |= {"scheme": sizes.scheme.name, "checkpoint_scheme": self.checkpoint_scheme.name}
         facts |= {"forms": self.forms, "rows": placement.rows}
@@ -145,22 +145,22 @@ class LayerState:
         """The form of ``w13`` and of ``w2``: see `moe_ops.layer.forms`."""
         if self.sizes.exact_of is not None:
             return dict.fromkeys(WEIGHTS, FP8)
-        return {which: PACKED if which in self.packed else PLAIN for which in WEIGHTS}
+        return {which: PACKED if which in self.fragments else PLAIN for which in WEIGHTS}
 
     def in_forms(self, forms: dict[str, str]) -> LayerState:
         """Return the state after weights were converted; plain if ``forms`` names none."""
         plain = self.sizes.plain
         held = exact_fp8_scheme(plain.scheme) if FP8 in forms.values() else None
         sizes = plain if held is None else replace(plain, scheme=held, exact_of=plain.scheme)
-        packed = tuple(which for which in WEIGHTS if forms.get(which) == PACKED)
-        return replace(self, sizes=sizes, packed=packed)
+        fragments = tuple(which for which in WEIGHTS if forms.get(which) == PACKED)
+        return replace(self, sizes=sizes, fragments=fragments)
 
     def holding(self, other: LayerState) -> LayerState:
         """Return the state after its weights were replaced by those of another one."""
         return replace(
             self,
             sizes=other.sizes,
-            packed=other.packed,
+            fragments=other.fragments,
             checkpoint_scheme=other.checkpoint_scheme,
             quant_method=other.quant_method,
             given_scales=other.given_scales,
