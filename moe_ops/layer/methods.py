@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from operator import is_
-from typing import Any, NamedTuple, cast
-from weakref import ReferenceType, ref
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,37 +15,28 @@ from moe_ops import ops
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.forms import in_forms_for_device
+from moe_ops.layer.host_memory import reason_against
 from moe_ops.layer.initial import warn_if_empty
 from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.stage import Stage
-from moe_ops.layer.state import LayerState
+from moe_ops.layer.state import Made
 from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.backward import TRAINS_NOT
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.fused_experts import fused_experts
-from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
 from moe_ops.scheme import UNQUANTIZED, FusedMoEQuantConfig
 
 
-class Made(NamedTuple):
-    """What was made of a layer's state and parameters, which is right until either changes."""
-
-    value: Any
-    state: ReferenceType[LayerState]
-    """Weak, since a state holds the method that holds this."""
-    parameters: list[Any]
-
-
 class FusedMoEMethodBase(ABC):
     """Creates a layer's parameters, finishes them after loading, and runs the experts.
 
-    A method holds settings and values derived from parameters. Parameters belong to the layer.
+    A method holds settings. Parameters, and what is made of them, belong to the layer.
 
     Source:
         vLLM ``FusedMoEMethodBase``.
@@ -55,7 +45,7 @@ class FusedMoEMethodBase(ABC):
     def __init__(self) -> None:
         self.exchange: FusedMoEPrepareAndFinalize | None = None
         """What sends tokens to other ranks' experts; set by a layer whose ranks exchange tokens."""
-        self._kernel: Made | None = None
+        self._has_global_scales = False
 
     def create_weights(
         self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
@@ -71,6 +61,7 @@ class FusedMoEMethodBase(ABC):
                 filled = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
                 value = nn.Parameter(filled.fill_(spec.fill) if spec.fill else filled, trainable)
             layer.register_parameter(name, value)
+        self._has_global_scales = any(spec.kind == "global_scale" for spec in specs.values())
 
     def process_weights_after_loading(self, layer: ExpertLayer) -> None:
         """Finish the parameters once they are filled, by whatever loader; may be called again.
@@ -143,11 +134,12 @@ class FusedMoEMethodBase(ABC):
         shared_experts_input: Tensor | None = None,
         lora: ExpertLora | None = None,
     ) -> Any:
-        kernel, host = layer.state.kernel, layer.state.host_experts
+        state = layer.state
+        kernel, host = state.kernel, state.host_experts
         if kernel is None and layer.exchanges_tokens:
             kernel = self.kernel_of(layer)
-        if host is not None:
-            return self._host_experts(layer, host, x, topk_weights, topk_ids, lora)
+        if kernel is not None and host is not None:
+            raise NotImplementedError(reason_against(state))
         if kernel is not None:
             call = Call(
                 x,
@@ -164,69 +156,31 @@ class FusedMoEMethodBase(ABC):
             )
             beside = None if shared_experts_input is None else shared_experts_of(layer)
             return kernel.run(call, beside)
-        return fused_experts(
-            x,
-            layer.w13_weight,
-            layer.w2_weight,
-            topk_weights,
-            topk_ids,
-            activation=layer.activation,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            w1_bias=layer.w13_bias,
-            w2_bias=layer.w2_bias,
-            quant_config=self.get_fused_moe_quant_config(layer),
-            batch_invariant=layer.state.batch_invariant,
-            lora=lora,
-        )
-
-    def _host_experts(
-        self,
-        layer: ExpertLayer,
-        host: HostExperts,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        lora: ExpertLora | None,
-    ) -> Tensor:
-        """Run experts that are in host memory."""
-        kernel = layer.state.kernel
-        if kernel is not None:
-            raise NotImplementedError(
-                "layer.kernel must be None with resident_experts, since its experts read "
-                f"parameters on the device, got {type(kernel).__name__}"
-            )
+        own = layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias
+        config = self.get_fused_moe_quant_config(layer) if host is None else host.quant_config
+        w1, w2, w1_bias, w2_bias = own if host is None else host[1:5]
         out = fused_experts(
             x,
-            host.w1,
-            host.w2,
+            w1,
+            w2,
             topk_weights,
             topk_ids,
             activation=layer.activation,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            w1_bias=host.w1_bias,
-            w2_bias=host.w2_bias,
-            quant_config=host.quant_config,
-            batch_invariant=layer.state.batch_invariant,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+            quant_config=config,
+            batch_invariant=state.batch_invariant,
             lora=lora,
         )
-        if not torch.is_grad_enabled():
+        if host is None or not torch.is_grad_enabled():
             return out
-        trained = wanted(layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
-        return refuse(out, trained, "FusedMoE", TRAINS_NOT)
-
-    def forget(self) -> None:
-        """Drop what was derived from the layer's state and parameters."""
-        self._kernel = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is derived from parameters: a copy derives it from its own."""
-        return {**self.__dict__, "_kernel": None}
+        return refuse(out, wanted(*own), "FusedMoE", TRAINS_NOT)
 
     def uses_weight_scale_2_pattern(self) -> bool:
-        """Whether checkpoints keep a global scale as ``weight_scale_2``."""
-        return False
+        """Whether the scheme's weights have a global scale, whose name is ``weight_scale_2``."""
+        return self._has_global_scales
 
     def maybe_make_prepare_finalize(self) -> FusedMoEPrepareAndFinalize | None:
         """Return what sends tokens to other ranks' experts; None: nothing does."""
@@ -238,8 +192,8 @@ class FusedMoEMethodBase(ABC):
         It is made when the layer's state or parameters change, and in calls that are compiled.
         """
         compiling, own = torch.compiler.is_compiling(), layer._parameters.values()
-        made = None if compiling else self._kernel
-        if made is not None and made.state() is layer.state and all(map(is_, own, made.parameters)):
+        made = None if compiling else layer.state.made.get("kernel")
+        if made is not None and all(map(is_, own, made.parameters)):
             return cast(FusedMoEKernel, made.value)
         part = self.maybe_make_prepare_finalize()
         if part is None:
@@ -254,7 +208,7 @@ class FusedMoEMethodBase(ABC):
             chunk_size=layer.chunk_size,
         )
         if not compiling:
-            self._kernel = Made(kernel, ref(layer.state), [*own])
+            layer.state.made["kernel"] = Made(kernel, [*own])
         return kernel
 
     def init_prepare_finalize(self, layer: ExpertLayer) -> None:
@@ -312,8 +266,6 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self._config: Made | None = None
-        self._has_global_scales = False
         self._warned = False
 
     def process_weights_after_loading(self, layer: ExpertLayer) -> None:
@@ -334,34 +286,13 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         """
         if torch.compiler.is_compiling():  # the compiler traces how it is made
             return stored_config(layer.state.sizes.scheme, layer._parameters)
-        made, own = self._config, layer._parameters.values()
-        if made is not None and made.state() is layer.state and all(map(is_, own, made.parameters)):
+        made, own = layer.state.made.get("config"), layer._parameters.values()
+        if made is not None and all(map(is_, own, made.parameters)):
             return cast(FusedMoEQuantConfig, made.value)
         config = stored_config(layer.state.sizes.scheme, layer._parameters)
-        self._config = Made(config, ref(layer.state), [*own])
+        layer.state.made["config"] = Made(config, [*own])
         self._warned = self._warned or warn_if_empty((config.w1_scale, config.w2_scale))
         return config
-
-    def create_weights(
-        self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
-    ) -> None:
-        """Register the parameters as the base class does."""
-        super().create_weights(layer, sizes, device)
-        kinds = {spec.kind for spec in parameter_specs(sizes).values()}
-        self._has_global_scales = "global_scale" in kinds
-
-    def forget(self) -> None:
-        """Drop the configuration; the next call makes a new one."""
-        super().forget()
-        self._config = None
-
-    def uses_weight_scale_2_pattern(self) -> bool:
-        """Whether the scheme's weights have a global scale, whose name is ``weight_scale_2``."""
-        return self._has_global_scales
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is derived from parameters: a copy derives it from its own."""
-        return {**super().__getstate__(), "_config": None}
 
 
 def finished(stage: Stage) -> Stage:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class ExpertPlacement:
         return torch.tensor(self.row, dtype=torch.int32, device=device)
 
 
+class Made(NamedTuple):
+    """What was made of a state and of parameters, and is right as long as they are these."""
+
+    value: Any
+    parameters: list[Any]
+
+
 def _beside(default: Any = None) -> Any:
     """A field that is no part of the value: it is neither compared nor printed."""
     return field(default=default, compare=False, repr=False)
@@ -119,6 +126,9 @@ class LayerState:
     """Whether the ranks have compared their layers: see `moe_ops.layer.rank_checks`."""
     exchange: FusedMoEPrepareAndFinalize | None = field(init=False, compare=False, repr=False)
     """What sends tokens to other ranks: a part of the kernel; None: nothing does."""
+
+    made: dict[str, Made] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """The configuration and the kernel of calls. A new state has none."""
 
     def __post_init__(self) -> None:
         exchange = None
