@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.layer.host_memory import renewed
 from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import ExpertPlacement, LayerState
 from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import SHARED_GATE
@@ -20,6 +22,7 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
+from moe_ops.residency import OffloadStats
 from moe_ops.routing import CaptureFn, RoutingMethodType, get_routing_method_type
 from moe_ops.scheme import Scheme
 
@@ -97,8 +100,37 @@ class ExpertLayer(nn.Module):
         device = self.state.device
         return self.w13_weight.device if device is None else device
 
+    def stage(self) -> Stage:
+        """Return the layer's own state and parameters."""
+        return Stage(self.state, self._parameters)
+
+    def take(self, stage: Stage) -> None:
+        """Set the state of a stage, once it has the layer's own parameters."""
+        for name, param in self._parameters.items():
+            if name != SHARED_GATE:  # like a router, a gate is no expert's
+                attach_loader(self, param)
+        if stage.state.host_experts is not None:
+            for name, x in self._buffers.items():
+                self._buffers[name] = None if x is None else x.to(stage.state.device)
+        self.state = stage.state
+
     def renew_slots(self) -> None:
-        """See `moe_ops.layer.host_memory`."""
+        """Forget what the slots hold, once the parameters have changed, or make new slots.
+
+        New ones are made if parameters were replaced: capture CUDA graphs after this. A layer whose
+        experts are not in host memory stays as it is.
+        """
+        stage = renewed(self.stage())
+        if stage.state is not self.state:
+            self.take(stage)
+
+    def offload_stats(self) -> OffloadStats:
+        """Return hits, misses, copied bytes and waves so far. The host waits for nothing.
+
+        All are 0 for a layer whose experts are all on its device.
+        """
+        host = self.state.host_experts
+        return OffloadStats(0, 0, 0, 0) if host is None else host.residency.stats()
 
     @property
     def kernel(self) -> FusedMoEKernel | None:
@@ -120,13 +152,6 @@ class ExpertLayer(nn.Module):
     @quant_method.setter
     def quant_method(self, method: Any) -> None:
         self.state = replace(self.state, quant_method=method)
-
-    def take(self, state: LayerState) -> None:
-        """Set the state, once the parameters are those that it describes."""
-        for name, param in self._parameters.items():
-            if name != SHARED_GATE:  # like a router, a gate is no expert's
-                attach_loader(self, param)
-        self.state = state
 
     @property
     def scheme(self) -> Scheme:

@@ -297,7 +297,7 @@ def _commit(layer: FusedMoE, stage: Stage) -> None:
         else:
             trained = old is not None and old.requires_grad
             own[name] = None if new is None else nn.Parameter(new.data, requires_grad=trained)
-    layer.take(held.holding(stage.state))
+    layer.take(Stage(held.holding(stage.state), own))
 
 
 def _set_input_order(layer: FusedMoE, order: Tensor | None) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import FP8, PACKED, PLAIN, WEIGHTS
@@ -45,7 +44,7 @@ Stored = tuple[Any, ...]
 """A tensor or None for each of `FORM_KINDS`."""
 
 
-class ConvertsForms(HoldsExperts):
+class ConvertsForms(ExpertLayer):
     """A layer whose weights may be in the packed form, or held as fp8."""
 
     def pack_(self) -> None:
@@ -84,7 +83,7 @@ class ConvertsForms(HoldsExperts):
             ValueError: a row is not exact, and nothing has changed; ``layer.kernel`` was set.
             NotImplementedError: another scheme.
         """
-        for which, exact in zip(WEIGHTS, exact_rows_of(Stage.of(self)), strict=True):
+        for which, exact in zip(WEIGHTS, exact_rows_of(self.stage()), strict=True):
             if not bool(exact.all()):
                 expert, row = (~exact).nonzero()[0].tolist()
                 raise ValueError(
@@ -113,7 +112,7 @@ class ConvertsForms(HoldsExperts):
         scheme = self.sizes.plain.scheme
         if exact_fp8_scheme(scheme) is None:
             return None
-        rows = list(exact_rows_of(Stage.of(self)))
+        rows = list(exact_rows_of(self.stage()))
         exact = sum(int(x.sum()) for x in rows)
         return ExactRows(scheme, exact, sum(x.numel() for x in rows))
 
@@ -170,13 +169,13 @@ def converted(stored: Stored, scheme: Scheme, form: str, *, in_place: bool = Fal
     return (*q, None)
 
 
-def convert(layer: HoldsExperts, forms: Mapping[str, str], *, in_place: bool = False) -> None:
+def convert(layer: ExpertLayer, forms: Mapping[str, str], *, in_place: bool = False) -> None:
     """Store a layer's ``w13`` and ``w2`` in these forms; plain if ``forms`` names none.
 
     ``in_place``: see `converted`.
     """
-    stage = in_forms(Stage.of(layer), forms, in_place=in_place)
-    layer.take(stage.state)
+    stage = in_forms(layer.stage(), forms, in_place=in_place)
+    layer.take(stage)
     layer.renew_slots()
 
 

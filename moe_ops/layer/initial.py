@@ -12,7 +12,6 @@ from torch.nn import init
 
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
-from moe_ops.layer.stage import Stage
 
 LOADED = "_is_hf_initialized"
 """The mark of transformers on parameters that it has loaded; its `torch.nn.init` skips them."""
@@ -74,7 +73,7 @@ def _fill(layer: ExpertLayer, param: Tensor, spec: ParameterSpec, seed: int) -> 
     x = param.data.new_zeros((n,) if spec.kind == "bias" else (n, k))
     first = ("w1", "w3") if layer.sizes.gated else ("w1",)
     generator, bound = torch.Generator(param.device), k**-0.5
-    stage = Stage.of(layer).as_held()
+    stage = layer.stage().as_held()
     for expert, rows in stage.state.placement.rows.items():
         generator.manual_seed(seed + PARAMETERS * expert)
         for shard in (first if spec.is_w13 else ("w2",)) if rows else ():

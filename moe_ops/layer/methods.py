@@ -276,7 +276,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         Weights are packed where kernels read the packed form fast, and MXFP4 is held as fp8 where
         that is exact and fast: see `FusedMoE.pack_` and `FusedMoE.as_fp8_`.
         """
-        layer.take(finished(Stage.of(layer)).state)
+        layer.take(finished(layer.stage()))
         layer.renew_slots()
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:

@@ -15,12 +15,20 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from moe_ops import checks
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.forms import convert
-from moe_ops.layer.host_memory import fill_store, moved_on_host
+from moe_ops.layer.host_memory import (
+    moved_on_host,
+    new_on_host,
+    on_device,
+    on_host,
+    reason_against,
+)
 from moe_ops.layer.initial import initialize
 from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.parameters import parameter_specs
-from moe_ops.layer.rank_checks import check_sharded
+from moe_ops.layer.rank_checks import check_own_weights, check_sharded
+from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import LayerState
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.names import SHARED_GATE
@@ -37,8 +45,9 @@ class KeepsBits(WeightLoading):
 
     def _begin(self) -> None:
         """Fill the parameters of a new layer."""
-        if self.resident_experts is not None and self.compute_device.type != "meta":
-            fill_store(self, self.resident_experts, self.compute_device)
+        device = self.compute_device
+        if self.resident_experts is not None and device.type != "meta":
+            self.take(new_on_host(self.stage(), device))
         self._filled(initialize(self))
 
     def reset_parameters(self) -> None:
@@ -120,16 +129,16 @@ class KeepsBits(WeightLoading):
         quantized = self.sizes.scheme.weight is not None
         kept = self._kept(CAST if quantized else CAST_UNQUANTIZED)
 
-        state, on_host, is_meta = self.state, dict[int, Tensor](), self.w13_weight.is_meta
+        state, kept_there, is_meta = self.state, dict[int, Tensor](), self.w13_weight.is_meta
         if state.resident_experts is not None:
             at = torch.device("meta") if is_meta else self.compute_device
             probe = fn(torch.empty(0, dtype=state.sizes.dtype, device=at))
-            on_host = moved_on_host(self, probe, kept)
+            kept_there = moved_on_host(self.stage(), probe, kept)
             state = replace(state, device=probe.device)
 
         def moved(x: Tensor) -> Tensor:
-            if id(x) in on_host:
-                return on_host[id(x)]
+            if id(x) in kept_there:
+                return kept_there[id(x)]
             if id(x) not in kept:
                 return fn(x)
             stored = x.data.contiguous()  # `.to(dtype)` leaves integers alone
@@ -140,7 +149,7 @@ class KeepsBits(WeightLoading):
         sizes = state.sizes.with_dtype(self.w13_weight.dtype)
         if self._buffers.get("expert_map") is not expert_map:  # `to_empty` leaves it undefined
             self._fill_expert_map()
-        self.take(replace(state, sizes=sizes))
+        self.take(Stage(replace(state, sizes=sizes), self._parameters))
         self.renew_slots()
         if sizes.dtype == state.sizes.dtype and not (is_meta or self.w13_weight.is_meta):
             self.state = replace(self.state, initial_seed=state.initial_seed)
@@ -183,7 +192,7 @@ class KeepsBits(WeightLoading):
             for name, x in state["_parameters"].items()
         }
         super().__setstate__({**state, "_parameters": parameters})
-        self.take(self.state)
+        self.take(self.stage())
 
 
 def _packed_fill(byte: float) -> int:
@@ -194,3 +203,23 @@ def _packed_fill(byte: float) -> int:
 class _Bytes(NamedTuple):
     data: Tensor
     dtype: torch.dtype
+
+
+def offload(layer: ExpertLayer, resident: int, device: torch.device | None = None) -> None:
+    """Move a layer's experts to host memory, ``resident`` of which its device holds.
+
+    All of the rank's experts or more: they go (back) to the device. An error leaves the layer as it
+    was. Parameters no longer require grad.
+
+    Args:
+        layer: its parameters hold memory.
+        resident: the number of experts on the device.
+        device: the device on which experts run; None: the layer's own.
+    """
+    reason = reason_against(layer.state)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    check_own_weights(layer)
+    stage, device = layer.stage(), device or layer.compute_device
+    on_all = resident >= layer.sizes.num_experts
+    layer.take(on_device(stage, device) if on_all else on_host(stage, resident, device))

@@ -99,7 +99,7 @@ def quantize_layer(
 
     A failure leaves the layer as it was.
     """
-    state, method = Stage.of(layer).as_held().state, QuantizedFusedMoEMethod()
+    state, method = layer.stage().as_held().state, QuantizedFusedMoEMethod()
     method.exchange = layer.quant_method.exchange
     state = replace(
         state,
@@ -131,5 +131,5 @@ def _fill(
     gate = layer.shared_expert_gate_weight
     frozen = None if gate is None else nn.Parameter(gate.data, requires_grad=False)
     layer._parameters.update(stage.parameters | {SHARED_GATE: frozen})
-    layer.take(layer.state.holding(stage.state))
+    layer.take(Stage(layer.state.holding(stage.state), layer._parameters))
     layer.renew_slots()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.state import LayerState
 from moe_ops.layer.steps import LoadSteps, copy_front
@@ -36,11 +35,6 @@ class Stage(LoadSteps):
     parameters: dict[str, Any]
     """A parameter or None for each name."""
 
-    @classmethod
-    def of(cls, layer: ExpertLayer) -> Stage:
-        """Return the layer's own state and parameters."""
-        return cls(layer.state, layer._parameters)
-
     def as_held(self) -> Stage:
         """Return the stage whose placement says which experts the rows hold now."""
         state = replace(self.state, placement=self.state.held_placement())
@@ -51,6 +45,11 @@ class Stage(LoadSteps):
         """The device on which the experts run."""
         device: torch.device = self.state.device or self.parameters["w13_weight"].device
         return device
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the experts that there are."""
+        own = {name: self.parameters.get(name) for name in parameter_specs(self.state.sizes)}
+        return {name: x for name, x in own.items() if x is not None}
 
     @classmethod
     def new(cls, state: LayerState, device: torch.device) -> Stage:

@@ -15,8 +15,8 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.forms import converted, form_names
-from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.rank_tensor import plain_tensor
 from moe_ops.layer.saved_rank import RankPart, RankState, rank_state
@@ -32,7 +32,7 @@ MAX_BYTES = 65536
 """Largest size of the entry; a longer tensor is something else."""
 
 
-class KeepsStateDict(HoldsExperts):
+class KeepsStateDict(ExpertLayer):
     """A layer whose state dict names the scheme of its weights and the order of their rows.
 
     With ``enable_eplb`` it also names the experts of the rows, which `EplbState.rebalance_` may

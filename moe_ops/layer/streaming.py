@@ -15,7 +15,6 @@ from moe_ops.layer.own_names import OwnNames
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.router_tensors import LogitsBiasError
 from moe_ops.layer.shared import shared_hint
-from moe_ops.layer.stage import Stage
 from moe_ops.layer.state_dict import STATE
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.names import (
@@ -119,7 +118,7 @@ class WeightStream(Placing):
     layer: WeightLoading
 
     def __init__(self, layer: WeightLoading) -> None:
-        super().__init__(layer, Stage.of(layer).as_held(), LAYOUTS["auto"], quantize=False)
+        super().__init__(layer, layer.stage().as_held(), LAYOUTS["auto"], quantize=False)
 
     def load(self, entry: Entry, relative: str, *, by_mapping: bool) -> None:
         """Load a tensor by its name.

@@ -17,7 +17,7 @@ from moe_ops.layer.parameters import (
     parameter_specs,
 )
 from moe_ops.layer.rank_checks import check_own_weights
-from moe_ops.layer.stage import SHARD_DIMS, Stage
+from moe_ops.layer.stage import SHARD_DIMS
 from moe_ops.layer.state import PLAIN
 from moe_ops.layer.steps import LoadSteps
 from moe_ops.loading.names import SHARDS, SHARED_GATE
@@ -83,7 +83,7 @@ class WeightLoading(LoadSteps, ConvertsForms):
         if param is self._parameters.get(SHARED_GATE):
             raise ValueError(f"param must belong to experts, got {SHARED_GATE} (copy_ into it)")
         check_own_weights(self)
-        spec, stage = self._spec_of(param), Stage.of(self).as_held()
+        spec, stage = self._spec_of(param), self.stage().as_held()
         held = stage.state.placement.rows
         if spec is not None:
             self._check_plain(spec)

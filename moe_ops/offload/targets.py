@@ -12,7 +12,8 @@ from torch import nn
 
 from moe_ops.layer import FusedMoE
 from moe_ops.layer.forms import in_forms_for_device
-from moe_ops.layer.host_memory import amount_of, offload, reason_against
+from moe_ops.layer.host_memory import amount_of, reason_against
+from moe_ops.layer.moving import offload
 from moe_ops.layer.rank_checks import held_by, taken_by
 from moe_ops.layer.stage import Stage
 from moe_ops.pipeline.host_experts import HostExperts
@@ -91,7 +92,7 @@ class LayerOnHost(HostTarget):
         layer = self.module
         if device.type == "cuda" and layer.w13_weight.device.type == "cpu":
             stage = Stage(replace(layer.state, device=device), layer._parameters)
-            layer.take(in_forms_for_device(stage).state)
+            layer.take(in_forms_for_device(stage))
         offload(layer, self.amount().num_experts if resident is None else resident, device)
 
 
