@@ -228,8 +228,7 @@ def exact_rows_of(stage: Stage) -> Iterator[Tensor]:
     """Yield which rows of ``w13``, then of ``w2``, are exact as fp8: bool ``(E, N)``."""
     scheme = stage.state.sizes.scheme
     for which, form in stage.state.forms.items():
-        data, *scales = map(stage.parameters.get, form_names(which)[:4])
-        q = QTensor(data, *scales)
+        q = QTensor(*(stage.parameters.get(name) for name in form_names(which)[:4]))  # type: ignore[arg-type]
         if form == FP8:
             yield q.data.new_ones(q.data.shape[:2], dtype=torch.bool)
         else:

@@ -28,7 +28,7 @@ from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
 from moe_ops.layer.state_dict import KeepsStateDict
-from moe_ops.layer.streaming import StreamsWeights
+from moe_ops.layer.weight_loader import LoadsWeights
 from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
@@ -38,7 +38,7 @@ from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 
 
 @takes_options
-class FusedMoE(RoutesTokens, StreamsWeights, KeepsStateDict, KeepsBits):
+class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
     """The routed experts of a layer; the router's linear layer belongs to the caller.
 
     ``w13_weight (El, 2I, H)`` holds gate rows, then up rows (alternating for an interleaved

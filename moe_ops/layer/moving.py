@@ -30,7 +30,6 @@ from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.rank_checks import check_own_weights, check_sharded
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import LayerState
-from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.names import SHARED_GATE
 from moe_ops.scheme import is_packed
 
@@ -40,7 +39,7 @@ CAST_UNQUANTIZED = (*CAST, "w13_weight", "w2_weight")
 """Parameters that ``.to(dtype)`` casts in an unquantized layer."""
 
 
-class KeepsBits(WeightLoading):
+class KeepsBits(ExpertLayer):
     """A layer whose stored values and router tensors keep their dtypes when it is cast."""
 
     def _begin(self) -> None:

@@ -6,6 +6,7 @@ attribute ``state``; beside it change only its parameters and buffers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -157,7 +158,7 @@ class LayerState:
             return dict.fromkeys(WEIGHTS, FP8)
         return {which: PACKED if which in self.fragments else PLAIN for which in WEIGHTS}
 
-    def in_forms(self, forms: dict[str, str]) -> LayerState:
+    def in_forms(self, forms: Mapping[str, str]) -> LayerState:
         """Return the state after weights were converted; plain if ``forms`` names none."""
         plain = self.sizes.plain
         held = exact_fp8_scheme(plain.scheme) if FP8 in forms.values() else None

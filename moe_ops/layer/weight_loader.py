@@ -1,16 +1,18 @@
-"""Loading one tensor of a checkpoint into a layer: this rank's part, at its place.
+"""Loading tensors into a layer that runs, one at a time, or by their names as they come.
 
 A base class of `moe_ops.FusedMoE`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.layer.forms import FORM_KINDS, ConvertsForms
+from moe_ops.layer.own_names import OwnNames
 from moe_ops.layer.parameters import (
     FusedMoeWeightScaleSupported,
     ParameterSpec,
@@ -20,13 +22,15 @@ from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.layer.stage import SHARD_DIMS
 from moe_ops.layer.state import PLAIN
 from moe_ops.layer.steps import LoadSteps
-from moe_ops.loading.names import SHARDS, SHARED_GATE
+from moe_ops.layer.streaming import WeightStream, check_takes, is_of_layers, numbers
+from moe_ops.loading.names import KINDS, SHARDS, SHARED_GATE, Piece
+from moe_ops.loading.sources import Entry, entry_of
 
 QUANT_METHODS = [method.value for method in FusedMoeWeightScaleSupported]
 
 
-class WeightLoading(LoadSteps, ConvertsForms):
-    """A layer with `weight_loader`, and the steps from which `load_checkpoint` is made."""
+class LoadsWeights(LoadSteps, ConvertsForms):
+    """A layer with `weight_loader` and `load_weights`."""
 
     def weight_loader(
         self,
@@ -107,10 +111,88 @@ class WeightLoading(LoadSteps, ConvertsForms):
             if spec is None:
                 done = self._load_by_name(param, x, weight_name, shard_id, row)
             else:
-                self.check_takes(spec, weight_name)
+                check_takes(self, spec, weight_name)
                 stage.load_stored(param, spec, x, weight_name, shard_id, row)
                 done = True
         return done if return_success else None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        """Load tensors as they come; yield the names of those that this rank took data from.
+
+        This is a generator, as vLLM's is: nothing is loaded until the names are consumed, as in
+        ``loaded = set(layer.load_weights(weights))``, and a consumer that stops early leaves the
+        rest unloaded.
+
+        Names are read as `load_checkpoint` reads them: of one expert, of all experts in one tensor,
+        or of the layer's own parameters. They begin with the layer's ``prefix``, with the last
+        parts of it, or with nothing. A layer without a prefix takes the names of one layer,
+        whatever they begin with. With ``expert_mapping`` the tensors of single experts go where it
+        says, and names of single experts that it lacks are unknown.
+
+        A call may bring any part of the layer. The last one of several tensors for one part counts.
+        Tensors of other layers, of experts on other ranks and of other parts of the model are
+        passed by. The router's tensors that the layer holds are loaded at the end, and so are fused
+        weights whose layout only a later tensor shows.
+
+        The first tensor of the layer converts weights to the plain form. After the last call,
+        ``layer.quant_method.process_weights_after_loading(layer)`` finishes static scales, and
+        converts weights to the form for the GPU again. An error leaves what was loaded before it:
+        `load_checkpoint` loads everything or nothing, and checks that nothing is missing.
+
+        Args:
+            weights: pairs of a name and a tensor.
+
+        Raises:
+            ValueError: a tensor of this layer's experts that nothing takes, or that does not fit;
+                names of two layers if this one has no prefix; a layer on ``meta``; zero points of
+                AWQ or GPTQ, whose order cannot be known here.
+            TypeError: a wrong dtype; an item that is not a pair of a name and a tensor.
+            NotImplementedError: weights in act-order, which `load_checkpoint` takes; weights that
+                a wrapper holds or computes (`fully_shard`, a parametrization).
+
+        Source:
+            vLLM ``FusedMoE.load_weights``.
+        """
+        if self.w13_weight.is_meta:
+            raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
+        has_shared = bool(self.routing["num_fused_shared_experts"])
+        own, stream = OwnNames(self.prefix, has_shared=has_shared), None
+        for item in weights:
+            name, read = entry_of(item, "weights")
+            pieces = self._mapped(name, own)
+            relative = own.relative(name)
+            if not pieces and not is_of_layers(relative, has_shared=has_shared):
+                continue
+            if stream is None:
+                self.unpack_()
+                stream = WeightStream(self)
+            entry = Entry(name, partial(numbers, name, read))
+            if pieces:
+                stream.load_pieces(entry, pieces)
+            else:
+                stream.load(entry, relative or "", by_mapping=self.expert_mapping is not None)
+            yield from stream.loaded_names()
+        if stream is not None:
+            stream.finish()
+            self.renew_slots()
+            yield from stream.loaded_names()
+
+    def _mapped(self, name: str, own: OwnNames) -> list[Piece]:
+        """Return what a tensor is by ``expert_mapping``: one piece for each expert that takes it.
+
+        ``weight_name`` may be anywhere in a name, before the kind of the tensor.
+        """
+        pieces: dict[Piece, None] = {}
+        qualified = name if name.startswith("experts.") else f"experts.{name}"
+        for _, weight_name, expert, shard in self.expert_mapping or ():
+            start = qualified.find(weight_name)
+            suffix = qualified[start + len(weight_name) :]
+            head = qualified[:start].removeprefix("experts.")
+            if start >= 0 and suffix in KINDS and own.owns(head):
+                checks.one_of("shard_id", shard, SHARDS)
+                piece = Piece(shard, KINDS[suffix], suffix, self._logical_expert(expert))
+                pieces[piece] = None
+        return [*pieces]
 
     def _check_plain(self, spec: ParameterSpec) -> None:
         """Refuse a parameter of a weight that is not in the plain form."""
@@ -119,18 +201,6 @@ class WeightLoading(LoadSteps, ConvertsForms):
             raise ValueError(
                 f"param must be in the plain form (call the layer's unpack_() first), got "
                 f"{spec.name} in the form {form!r}"
-            )
-
-    def check_takes(self, spec: ParameterSpec, name: str) -> None:
-        """Check that one tensor by itself can be loaded into a parameter.
-
-        Raises:
-            NotImplementedError: the layer holds weights in act-order, and their order would stay.
-        """
-        if spec.kind == "weight" and self.w13_input_order is not None:
-            raise NotImplementedError(
-                "weights must be loaded by load_checkpoint into a layer that holds others in "
-                f"act-order (w13_input_order), got {name}"
             )
 
     def _load_by_name(self, param: Tensor, x: Tensor, name: str, shard_id: str, row: int) -> bool:
