@@ -49,7 +49,7 @@ def assigned(function, own):
     """The attributes that a function assigns, by name or through ``setattr``, of layers ``own``."""
     for node in ast.walk(function):
         pairs = [*targets(node)]
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+        if isinstance(node, ast.Call) and "setattr" in ast.unparse(node.func):
             name = node.args[1]
             pairs += [(node.args[0], getattr(name, "value", ast.unparse(name)))]
         for value, name in pairs:
