@@ -14,7 +14,6 @@ from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import ExpertPlacement, LayerState
-from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import SHARED_GATE
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.eplb_state import LayerEplbState
@@ -53,7 +52,6 @@ class ExpertLayer(nn.Module):
     resident_experts: int | None = _of_state("resident_experts")
     host_experts: HostExperts | None = _of_state("host_experts")
     eplb_state: LayerEplbState | None = _of_state("eplb_state")
-    given_scales: GivenScales = _of_state("given_scales")
     initial_seed: int | None = _of_state("initial_seed")
     ranks_agree: bool = _of_state("ranks_agree")
     capture_fn: CaptureFn | None = _of_state("capture_fn")

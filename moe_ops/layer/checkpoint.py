@@ -295,8 +295,7 @@ def _commit(layer: FusedMoE, stage: Stage) -> None:
         if old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
             old.data.copy_(new)
         else:
-            trained = old is not None and old.requires_grad
-            own[name] = None if new is None else nn.Parameter(new.data, requires_grad=trained)
+            own[name] = new
     layer.take(Stage(held.holding(stage.state), own))
 
 

@@ -128,16 +128,6 @@ class ConvertsForms(ExpertLayer):
         convert(self, forms)
 
 
-def forms_of(layer: ExpertLayer) -> dict[str, str]:
-    """Return the form of ``w13`` and of ``w2``."""
-    return layer.state.forms
-
-
-def packed_of(layer: ExpertLayer) -> tuple[str, ...]:
-    """Return which of ``w13`` and ``w2`` are in the packed form."""
-    return layer.state.fragments
-
-
 def form_names(which: str) -> tuple[str, ...]:
     """Return the names of the parameters of ``w13`` or ``w2``, one for each of `FORM_KINDS`."""
     return tuple(f"{which}_{SUFFIX[kind]}" for kind in FORM_KINDS)

@@ -173,25 +173,15 @@ class KeepsBits(ExpertLayer):
         state = replace(self.state, host_experts=None)
         return {**self.__dict__, "_parameters": parameters, "state": state}
 
-    def __copy__(self) -> KeepsBits:
-        """Return a layer with the same parameters, and the same slots if it has some."""
-        copied = self.__class__.__new__(self.__class__)
-        copied._restore(self.__getstate__())
-        copied.state = self.state
-        return copied
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore 8-bit floats and give each parameter its ``weight_loader``; make new slots."""
-        self._restore(state)
-        self.renew_slots()
-
-    def _restore(self, state: dict[str, Any]) -> None:
         parameters = {
             name: nn.Parameter(x.data.view(x.dtype), False) if isinstance(x, _Bytes) else x
             for name, x in state["_parameters"].items()
         }
         super().__setstate__({**state, "_parameters": parameters})
         self.take(self.stage())
+        self.renew_slots()
 
 
 def _packed_fill(byte: float) -> int:

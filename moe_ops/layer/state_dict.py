@@ -115,7 +115,7 @@ class KeepsStateDict(ExpertLayer):
                 self.w13_input_order = torch.empty_like(order, device=self.compute_device)
         elif prefix + "w13_weight" in state_dict:
             self.w13_input_order = None
-        self.given_scales.clear()
+        self.state.given_scales.clear()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

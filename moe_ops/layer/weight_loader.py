@@ -5,7 +5,7 @@ A base class of `moe_ops.FusedMoE`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from torch import Tensor
@@ -244,8 +244,5 @@ class LoadsWeights(LoadSteps, ConvertsForms):
         return self.placement.logical[expert_id]
 
     def _spec_of(self, param: Tensor) -> ParameterSpec | None:
-        specs: Mapping[str, ParameterSpec] = parameter_specs(self.sizes)
-        for name, spec in specs.items():
-            if self._parameters.get(name) is param:
-                return spec
-        return None
+        specs = parameter_specs(self.sizes).items()
+        return next((spec for name, spec in specs if self._parameters.get(name) is param), None)
