@@ -101,36 +101,36 @@ class FusedMoEMethodBase(ABC):
     def _ordered(
         self,
         layer: ExpertLayer,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
         shared_experts_input: Tensor | None,
     ) -> Any:
-        """Run experts whose weights are in act-order."""
-        order, exchange = cast(Tensor, layer.w13_input_order), layer.state.exchange
+        """Run experts whose weights are in act-order. S are the slots of all tokens, T * K."""
+        order_EH, exchange = cast(Tensor, layer.w13_input_order), layer.state.exchange
         is_shared_out = exchange is not None and layer.placement.is_shared_out
-        if order.shape[0] == 1 and not is_shared_out:
-            x = x.index_select(1, order[0])
-            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
+        if order_EH.shape[0] == 1 and not is_shared_out:
+            x_TH = x_TH.index_select(1, order_EH[0])
+            return self._experts(layer, x_TH, weights_TK, ids_TK, shared_experts_input)
         if exchange is not None:
             raise NotImplementedError(
                 "layer.kernel must be None if the act-order of w13 differs between experts, got a "
                 "kernel"
             )
-        rows = ops.order_columns(x, order, topk_ids, layer.expert_map)  # (T * k, H)
-        on_input = layer.apply_router_weight_on_input
-        weights = topk_weights if on_input else torch.ones_like(topk_weights)
-        y = self._experts(layer, rows, weights.reshape(-1, 1), topk_ids.reshape(-1, 1))
-        y, local = y.view(*topk_ids.shape, y.shape[1]), layer.w13_weight.shape[0]
-        on_output = None if on_input else topk_weights
-        return ops.moe_fused_mul_sum(y, on_output, topk_ids, layer.expert_map, None, local)
+        expert_map, on_input = layer.expert_map, layer.apply_router_weight_on_input
+        x_SH = ops.order_columns(x_TH, order_EH, ids_TK, expert_map)
+        weights_S1 = (weights_TK if on_input else torch.ones_like(weights_TK)).reshape(-1, 1)
+        y_SH = self._experts(layer, x_SH, weights_S1, ids_TK.reshape(-1, 1))
+        y_TKH, local = y_SH.view(*ids_TK.shape, y_SH.shape[1]), layer.w13_weight.shape[0]
+        on_output = None if on_input else weights_TK
+        return ops.moe_fused_mul_sum(y_TKH, on_output, ids_TK, expert_map, None, local)
 
     def _experts(
         self,
         layer: ExpertLayer,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
         shared_experts_input: Tensor | None = None,
         lora: ExpertLora | None = None,
     ) -> Any:
@@ -142,11 +142,11 @@ class FusedMoEMethodBase(ABC):
             raise NotImplementedError(reason_against(state))
         if kernel is not None:
             call = Call(
-                x,
+                x_TH,
                 layer.w13_weight,
                 layer.w2_weight,
-                topk_weights,
-                topk_ids,
+                weights_TK,
+                ids_TK,
                 layer.activation,
                 layer.global_num_experts,
                 layer.expert_map,
@@ -159,12 +159,12 @@ class FusedMoEMethodBase(ABC):
         own = layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias
         config = self.get_fused_moe_quant_config(layer) if host is None else host.quant_config
         w1, w2, w1_bias, w2_bias = own if host is None else host[1:5]
-        out = fused_experts(
-            x,
+        out_TH = fused_experts(
+            x_TH,
             w1,
             w2,
-            topk_weights,
-            topk_ids,
+            weights_TK,
+            ids_TK,
             activation=layer.activation,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
@@ -175,8 +175,8 @@ class FusedMoEMethodBase(ABC):
             lora=lora,
         )
         if host is None or not torch.is_grad_enabled():
-            return out
-        return refuse(out, wanted(*own), "FusedMoE", TRAINS_NOT)
+            return out_TH
+        return refuse(out_TH, wanted(*own), "FusedMoE", TRAINS_NOT)
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether the scheme's weights have a global scale, whose name is ``weight_scale_2``."""
@@ -187,7 +187,7 @@ class FusedMoEMethodBase(ABC):
         return self.exchange
 
     def kernel_of(self, layer: ExpertLayer) -> FusedMoEKernel:
-        """Return the kernel around `maybe_make_prepare_finalize`, for the current parameters.
+        """Return the kernel around the layer's exchange of tokens, for the current parameters.
 
         It is made when the layer's state or parameters change, and in calls that are compiled.
         """
@@ -195,7 +195,7 @@ class FusedMoEMethodBase(ABC):
         made = None if compiling else layer.state.made.get("kernel")
         if made is not None and all(map(is_, own, made.parameters)):
             return cast(FusedMoEKernel, made.value)
-        part = self.maybe_make_prepare_finalize()
+        part = layer.state.exchange
         if part is None:
             raise NotImplementedError(
                 "quant_method.maybe_make_prepare_finalize must return what exchanges tokens with "

@@ -209,7 +209,8 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        shared_experts, shared_input = shared_experts_of(self), shared_experts_input
+        own, shared_input = self.shared_experts, shared_experts_input
+        shared_experts = own if self.state.kernel is None else shared_experts_of(self)
         if shared_input is None:
             shared_input = hidden_states
         in_kernel = shared_experts is not None and self.state.exchange is not None

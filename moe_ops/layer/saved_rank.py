@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer.rank_tensor import Piece, RankTensor
-from moe_ops.layer.state import LayerState
+from moe_ops.layer.state import LayerState, short
 
 WHOLE_EXPERTS = (0, 1)
 """The part of a rank that does not share its experts with others."""
@@ -173,13 +173,6 @@ class RankPart(NamedTuple):
                     )
             tensors[name] = torch.stack([x[first.get(expert, 0)] for expert in wanted])
         return tensors
-
-
-def short(experts: Sequence[int]) -> str:
-    """Return a list of experts for an error, shortened."""
-    if len(experts) <= 8:
-        return str([*experts])
-    return f"[{', '.join(map(str, experts[:4]))}, .., {experts[-1]}]"
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

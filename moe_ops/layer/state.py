@@ -6,7 +6,7 @@ attribute ``state``; beside it change only its parameters and buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -73,6 +73,13 @@ class Made(NamedTuple):
     parameters: list[Any]
 
 
+def short(experts: Sequence[int]) -> str:
+    """Return a list of experts for a message, shortened."""
+    if len(experts) <= 8:
+        return str([*experts])
+    return f"[{', '.join(map(str, experts[:4]))}, .., {experts[-1]}]"
+
+
 def _beside(default: Any = None) -> Any:
     """A field that is no part of the value: it is neither compared nor printed."""
     return field(default=default, compare=False, repr=False)
@@ -127,7 +134,6 @@ class LayerState:
     """Whether the ranks have compared their layers: see `moe_ops.layer.rank_checks`."""
     exchange: FusedMoEPrepareAndFinalize | None = field(init=False, compare=False, repr=False)
     """What sends tokens to other ranks: a part of the kernel; None: nothing does."""
-
     made: dict[str, Made] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The configuration and the kernel of calls. A new state has none."""
 
@@ -141,14 +147,14 @@ class LayerState:
 
     def __repr__(self) -> str:
         facts = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
-        sizes, placement = facts.pop("sizes"), facts.pop("placement")
-        del facts["fragments"]
-        facts |= {f"local_{name}": size for name, size in vars(sizes).items() if name != "scheme"}
-        facts |= {"scheme": sizes.scheme.name, "checkpoint_scheme": self.checkpoint_scheme.name}
-        facts |= {"forms": self.forms, "rows": placement.rows}
-        if sizes.exact_of is not None:
-            facts["local_exact_of"] = sizes.exact_of.name
-        shown = (f"{name}={value}" for name, value in facts.items() if value is not None)
+        for name in ("sizes", "placement", "fragments"):
+            del facts[name]
+        local = {f"local_{name}": size for name, size in vars(self.sizes).items()}
+        scheme, held = local.pop("local_exact_of"), local.pop("local_scheme")
+        facts |= {**local, "scheme": scheme or held, "held_as": scheme and held}
+        facts |= {"forms": self.forms, "local_experts": short(self.placement.experts)}
+        named = {name: x.name if isinstance(x, Scheme) else x for name, x in facts.items()}
+        shown = (f"{name}={x}" for name, x in named.items() if x is not None)
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @property

@@ -145,17 +145,17 @@ def test_a_state_prints():
     for fact in (
         "num_experts=6", "top_k=2", "model_hidden_size=64", "intermediate_size=48",
         "scheme=mxfp4_w4a8_token", "forms={'w13': 'plain', 'w2': 'plain'}",
-        "rows={0: [], 1: [], 2: [], 3: [0], 4: [1], 5: [2]}", "ep_size=2", "ep_rank=1",
+        "local_experts=[3, 4, 5]", "ep_size=2", "ep_rank=1",
         "dtype=torch.bfloat16",
     ):  # fmt: skip
         assert fact in said, said
     assert "resident" not in said and "quant_method" not in said
     layer.as_fp8_()
     said = str(layer.state)
-    assert "scheme=fp8_channel" in said and "exact_of=mxfp4_w4a8_token" in said
+    assert "scheme=mxfp4_w4a8_token" in said and "held_as=fp8_channel" in said
     assert "forms={'w13': 'fp8', 'w2': 'fp8'}" in said
-    other = FusedMoE(8, K, 64, 48, resident_experts=3)
-    assert "resident_experts=3, device=cpu" in str(other.state)
+    said = str(FusedMoE(300, K, 64, 48, resident_experts=3).state)
+    assert "resident_experts=3, device=cpu" in said and "[0, 1, 2, 3, .., 299]" in said
 
 
 def test_a_failed_load_leaves_the_state():
