@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from moe_ops import checks
 from moe_ops.layer.forms import are_exact, in_forms
-from moe_ops.layer.methods import finished
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
@@ -180,7 +179,7 @@ def _load(
     if lacks_weights:
         _keep_missing(layer, stage, placing)
     else:
-        stage = finished(stage)
+        stage = layer.quant_method.finished(stage)
     _commit(layer, _in_forms_of(layer, stage))
     for buffer, x in placing.router.values.items():
         getattr(layer, buffer).copy_(x)
@@ -241,9 +240,9 @@ def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
 def _stage_of(layer: FusedMoE) -> Iterator[Stage]:
     """Yield the stage in which tensors are placed, in the sizes that a checkpoint needs.
 
-    It has parameters of its own, or those of the layer if its experts are in host memory and
-    nothing has been loaded into them: then no expert is twice in memory, and an error makes the
-    layer again what it was.
+    It has parameters of its own, or the layer's if experts are in host memory and nothing has been
+    loaded into them: then no expert is twice in memory, and an error makes the layer again what it
+    was.
     """
     before, held = layer.state, replace(layer.state, placement=layer.held_placement())
     if before.resident_experts is None or before.initial_seed is None:

@@ -196,7 +196,7 @@ def in_forms_for_device(stage: Stage) -> Stage:
     """
     state, parameters, device = stage.state, stage.parameters, stage.compute_device
     forms, scheme = state.forms, state.sizes.scheme
-    if state.kernel is not None or scheme.weight is None:
+    if state.kernel is not None:
         return stage
     for which, form in forms.items():
         reads = form == PLAIN and reads_packed(

@@ -69,7 +69,12 @@ class FusedMoEMethodBase(ABC):
         Raises:
             ValueError: a number that cannot be used, with its expert.
         """
+        layer.take(self.finished(layer.stage()))
         layer.renew_slots()
+
+    def finished(self, stage: Stage) -> Stage:
+        """Return a stage that was filled, with its parameters as experts run with them."""
+        return stage
 
     @abstractmethod
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig | None:
@@ -268,7 +273,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         super().__init__()
         self._warned = False
 
-    def process_weights_after_loading(self, layer: ExpertLayer) -> None:
+    def finished(self, stage: Stage) -> Stage:
         """Check that global and static scales are positive and finite, and share the static scale.
 
         A static scale is one number for the input of all experts: the largest of theirs. The scales
@@ -276,8 +281,21 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         Weights are packed where kernels read the packed form fast, and MXFP4 is held as fp8 where
         that is exact and fast: see `FusedMoE.pack_` and `FusedMoE.as_fp8_`.
         """
-        layer.take(finished(layer.stage()))
-        layer.renew_slots()
+        for name, spec in parameter_specs(stage.state.sizes).items():
+            if spec.kind not in ("global_scale", "input_scale"):
+                continue
+            scale = stage.parameters[name].data
+            good = (scale.isfinite() & (scale > 0)).view(len(scale), -1).all(1)
+            if not good.all():
+                expert = int((~good).nonzero()[0])
+                raise ValueError(
+                    f"{name} must be positive and finite, got {scale[expert].tolist()} for local "
+                    f"expert {expert}"
+                )
+            if spec.kind == "input_scale":
+                scale.fill_(scale.amax().clamp(min=stage.state.given_scales.largest(name)))
+        stage.state.given_scales.clear()
+        return in_forms_for_device(stage)
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
         """Return the same object as long as the layer has the same parameters.
@@ -293,26 +311,3 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         layer.state.made["config"] = Made(config, [*own])
         self._warned = self._warned or warn_if_empty((config.w1_scale, config.w2_scale))
         return config
-
-
-def finished(stage: Stage) -> Stage:
-    """Return a stage that was filled, with scales and forms as its experts run.
-
-    Raises:
-        ValueError: a global or static scale that is not positive and finite, with its expert.
-    """
-    for name, spec in parameter_specs(stage.state.sizes).items():
-        if spec.kind not in ("global_scale", "input_scale"):
-            continue
-        scale = stage.parameters[name].data
-        good = (scale.isfinite() & (scale > 0)).view(len(scale), -1).all(1)
-        if not good.all():
-            expert = int((~good).nonzero()[0])
-            raise ValueError(
-                f"{name} must be positive and finite, got {scale[expert].tolist()} for local "
-                f"expert {expert}"
-            )
-        if spec.kind == "input_scale":
-            scale.fill_(scale.amax().clamp(min=stage.state.given_scales.largest(name)))
-    stage.state.given_scales.clear()
-    return in_forms_for_device(stage)

@@ -112,33 +112,19 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
         yield spec("input_scale", (), torch.float32, torch.nan)
 
 
-CONFIG_PARAMETERS = tuple(
-    f"{w}_{SUFFIX[kind]}"
-    for kind in ("scale", "zero_point", "global_scale", "channel_scale", "input_scale")
-    for w in ("w13", "w2")
-)
-"""Names of the parameters that a `FusedMoEQuantConfig` holds, in its order."""
+CONFIG_KINDS = ("scale", "zero_point", "global_scale", "channel_scale", "bias")
+"""Kinds of the parameters that a `FusedMoEQuantConfig` holds, beside those of the tokens."""
 
 
 def stored_config(scheme: Scheme, parameters: Mapping[str, Any]) -> FusedMoEQuantConfig:
-    """Return the scheme and the scales of parameters by name, which may be empty."""
-    if scheme.weight is None:
-        biases = (parameters["w13_bias"], parameters["w2_bias"])
-        return FusedMoEQuantConfig(scheme, w1_bias=biases[0], w2_bias=biases[1])
-    tensors = [parameters[name] for name in CONFIG_PARAMETERS]
-    w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
-    quant = scheme.activation
-    kind = "gscale" if quant is not None and quant.global_scale else "scale"
-    input_scales = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
-    return FusedMoEQuantConfig(
-        scheme,
-        w1_scale=w1,
-        w2_scale=w2,
-        w1_zp=w1_zp,
-        w2_zp=w2_zp,
-        w1_gscale=w1_gscale,
-        w2_gscale=w2_gscale,
-        g1_alphas=g1_alphas,
-        g2_alphas=g2_alphas,
-        **input_scales,
-    )
+    """Return the scheme, the scales and the biases of parameters by name, which may be empty."""
+    activation = scheme.activation
+    of_input = "gscale" if activation is not None and activation.global_scale else "scale"
+    tensors: dict[str, Any] = {}
+    for i, which in enumerate(("w13", "w2"), 1):
+        names = (f"w{i}_scale", f"w{i}_zp", f"w{i}_gscale", f"g{i}_alphas", f"w{i}_bias")
+        for name, kind in zip(names, CONFIG_KINDS, strict=True):
+            tensors[name] = parameters[f"{which}_{SUFFIX[kind]}"]
+        scale = parameters[f"{which}_{SUFFIX['input_scale']}"]
+        tensors[f"a{i}_{of_input}"] = None if scale is None else scale[:1]
+    return FusedMoEQuantConfig(scheme, **tensors)

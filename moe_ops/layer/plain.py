@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_ops.layer.methods import QuantizedFusedMoEMethod, finished
+from moe_ops.layer.methods import QuantizedFusedMoEMethod
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.stage import Stage
@@ -127,7 +127,7 @@ def _fill(
     wrong = [*placing.mismatched, *map(str, placing.missing())]
     if wrong:
         raise ValueError(f"weights must fit scheme {state.checkpoint_scheme.name}, got {wrong[0]}")
-    stage = finished(stage)
+    stage = state.quant_method.finished(stage)
     gate = layer.shared_expert_gate_weight
     frozen = None if gate is None else nn.Parameter(gate.data, requires_grad=False)
     layer._parameters.update(stage.parameters | {SHARED_GATE: frozen})

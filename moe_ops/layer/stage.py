@@ -1,6 +1,6 @@
 """A stage: the state and the parameters of a layer that is being filled or converted.
 
-The parameters may be those of a layer, or new ones, which the layer gets once they are complete.
+The parameters are a layer's own, or new ones, which the layer gets once they are complete.
 """
 
 from __future__ import annotations

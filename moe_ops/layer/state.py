@@ -103,7 +103,7 @@ class LayerState:
     sizes: LayerSizes
     """Sizes of this rank's parameters."""
     checkpoint_scheme: Scheme
-    """The scheme of the layer's checkpoints, whose blocks may be larger than those of ``sizes``."""
+    """The scheme of the layer's checkpoints, which may have larger blocks than ``sizes`` has."""
     placement: ExpertPlacement
     """The first placement; see `held_placement`."""
     parallel: FusedMoEParallelConfig
@@ -138,11 +138,11 @@ class LayerState:
     """The configuration and the kernel of calls. A new state has none."""
 
     def __post_init__(self) -> None:
-        exchange = None
+        exchange, method = None, self.quant_method
         if self.kernel is not None:
             exchange = self.kernel.prepare_finalize
-        elif self.parallel.exchanges_tokens and self.quant_method is not None:
-            exchange = self.quant_method.maybe_make_prepare_finalize()
+        elif self.parallel.exchanges_tokens and method is not None:
+            exchange = method.maybe_make_prepare_finalize()
         object.__setattr__(self, "exchange", exchange)
 
     def __repr__(self) -> str:
@@ -173,7 +173,7 @@ class LayerState:
         return replace(self, sizes=sizes, fragments=fragments)
 
     def holding(self, other: LayerState) -> LayerState:
-        """Return the state after its weights were replaced by those of another one."""
+        """Return the state of a layer that has got the weights of another state."""
         return replace(
             self,
             sizes=other.sizes,
