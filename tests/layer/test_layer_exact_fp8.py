@@ -323,6 +323,8 @@ def test_loading_on_gpus(on_gpu):
     assert loaded("mxfp4_mxfp8").state.forms == PLAIN
     ranks = {"ep_size": 2, "ep_rank": 1, "reduce_results": False}
     assert loaded(**ranks).state.forms == HELD
+    exchanging = {"dp_size": 2, "dp_rank": 1, **ranks}  # which has a kernel of its own
+    assert loaded(**exchanging).state.forms == HELD
     assert loaded(**ranks, enable_eplb=True).state.forms == PLAIN  # experts move to other ranks
     assert loaded(enable_eplb=True).state.forms == HELD
 
