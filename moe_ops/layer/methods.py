@@ -99,31 +99,45 @@ class FusedMoEMethodBase(ABC):
         Raises:
             NotImplementedError: act-order that differs between experts, in a layer with a kernel.
         """
-        if layer.w13_input_order is not None:
-            return self._ordered(layer, x, topk_weights, topk_ids, shared_experts_input)
-        return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input, lora)
+        state, order_EH = layer.state, layer.w13_input_order
+        kernel = state.kernel
+        if kernel is None and layer.exchanges_tokens:
+            kernel = self.kernel_of(layer)
+        if order_EH is not None:
+            is_shared_out = kernel is not None and state.placement.is_shared_out
+            if order_EH.shape[0] > 1 or is_shared_out:
+                return self._ordered_by_slot(layer, x, topk_weights, topk_ids)
+            x, lora = x.index_select(1, order_EH[0]), None
+        if kernel is None:
+            return self._experts(layer, x, topk_weights, topk_ids, lora)
+        if state.host_experts is not None:
+            raise NotImplementedError(reason_against(state))
+        call = Call(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights,
+            topk_ids,
+            layer.activation,
+            layer.global_num_experts,
+            layer.expert_map,
+            layer.apply_router_weight_on_input,
+            shared_experts_input,
+            lora,
+        )
+        return kernel.run(call, None if shared_experts_input is None else shared_experts_of(layer))
 
-    def _ordered(
-        self,
-        layer: ExpertLayer,
-        x_TH: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        shared_experts_input: Tensor | None,
-    ) -> Any:
-        """Run experts whose weights are in act-order. S are the slots of all tokens, T * K."""
-        order_EH, exchange = cast(Tensor, layer.w13_input_order), layer.state.exchange
-        is_shared_out = exchange is not None and layer.placement.is_shared_out
-        if order_EH.shape[0] == 1 and not is_shared_out:
-            x_TH = x_TH.index_select(1, order_EH[0])
-            return self._experts(layer, x_TH, weights_TK, ids_TK, shared_experts_input)
-        if exchange is not None:
+    def _ordered_by_slot(
+        self, layer: ExpertLayer, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    ) -> Tensor:
+        """Run experts in act-order of their own. S are the slots of all tokens, T * K."""
+        if layer.state.exchange is not None:
             raise NotImplementedError(
                 "layer.kernel must be None if the act-order of w13 differs between experts, got a "
                 "kernel"
             )
         expert_map, on_input = layer.expert_map, layer.apply_router_weight_on_input
-        x_SH = ops.order_columns(x_TH, order_EH, ids_TK, expert_map)
+        x_SH = ops.order_columns(x_TH, cast(Tensor, layer.w13_input_order), ids_TK, expert_map)
         weights_S1 = (weights_TK if on_input else torch.ones_like(weights_TK)).reshape(-1, 1)
         y_SH = self._experts(layer, x_SH, weights_S1, ids_TK.reshape(-1, 1))
         y_TKH, local = y_SH.view(*ids_TK.shape, y_SH.shape[1]), layer.w13_weight.shape[0]
@@ -136,31 +150,10 @@ class FusedMoEMethodBase(ABC):
         x_TH: Tensor,
         weights_TK: Tensor,
         ids_TK: Tensor,
-        shared_experts_input: Tensor | None = None,
         lora: ExpertLora | None = None,
-    ) -> Any:
-        state = layer.state
-        kernel, host = state.kernel, state.host_experts
-        if kernel is None and layer.exchanges_tokens:
-            kernel = self.kernel_of(layer)
-        if kernel is not None and host is not None:
-            raise NotImplementedError(reason_against(state))
-        if kernel is not None:
-            call = Call(
-                x_TH,
-                layer.w13_weight,
-                layer.w2_weight,
-                weights_TK,
-                ids_TK,
-                layer.activation,
-                layer.global_num_experts,
-                layer.expert_map,
-                layer.apply_router_weight_on_input,
-                shared_experts_input,
-                lora,
-            )
-            beside = None if shared_experts_input is None else shared_experts_of(layer)
-            return kernel.run(call, beside)
+    ) -> Tensor:
+        """Run experts without a kernel, on the device or in host memory."""
+        host = layer.state.host_experts
         own = layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias
         config = self.get_fused_moe_quant_config(layer) if host is None else host.quant_config
         w1, w2, w1_bias, w2_bias = own if host is None else host[1:5]
@@ -176,7 +169,7 @@ class FusedMoEMethodBase(ABC):
             w1_bias=w1_bias,
             w2_bias=w2_bias,
             quant_config=config,
-            batch_invariant=state.batch_invariant,
+            batch_invariant=layer.state.batch_invariant,
             lora=lora,
         )
         if host is None or not torch.is_grad_enabled():

@@ -76,7 +76,7 @@ def check_call(layer: ExpertLayer, tokens: Tensor) -> None:
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None:
         check_replicas(layer, wrapper)
-    if not layer.ranks_agree and (layer.exchanges_tokens or layer.reduce_results):
+    if not layer.state.ranks_agree and (layer.exchanges_tokens or layer.reduce_results):
         compare_ranks(layer, None if layer.exchanges_tokens else tokens.shape[0])
 
 
