@@ -36,6 +36,11 @@ class ExpertLayer(nn.Module):
 
     `FusedMoE` sets its attributes when it is made, and documents its parameters. After that only
     ``state``, the parameters and the buffers change.
+
+    Each class between this one and `FusedMoE` is one interface of a layer: `RoutesTokens` chooses
+    experts, `ConvertsForms` changes the form of weights, `LoadsWeights` takes tensors one by one
+    (with the steps of vLLM, `LoadSteps`), `KeepsStateDict` saves and loads state dicts, and
+    `KeepsBits` moves, copies, pickles and resets.
     """
 
     state: LayerState

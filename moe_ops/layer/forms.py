@@ -159,20 +159,17 @@ def converted(stored: Stored, scheme: Scheme, form: str, *, in_place: bool = Fal
     return (*q, None)
 
 
-def convert(layer: ExpertLayer, forms: Mapping[str, str], *, in_place: bool = False) -> None:
-    """Store a layer's ``w13`` and ``w2`` in these forms; plain if ``forms`` names none.
-
-    ``in_place``: see `converted`.
-    """
-    stage = in_forms(layer.stage(), forms, in_place=in_place)
-    layer.take(stage)
+def convert(layer: ExpertLayer, forms: Mapping[str, str]) -> None:
+    """Store a layer's ``w13`` and ``w2`` in these forms; plain if ``forms`` names none."""
+    layer.take(in_forms(layer.stage(), forms))
     layer.renew_slots()
 
 
 def in_forms(stage: Stage, forms: Mapping[str, str], *, in_place: bool = False) -> Stage:
-    """Return a stage in these forms, with the same parameters but for those that change.
+    """Convert the parameters of a stage to these forms, and return the stage that has them.
 
     One weight is converted after the other, so that there is memory for one beside all.
+    ``in_place``: see `converted`.
     """
     plain = stage.state.sizes.plain.scheme
     for which in WEIGHTS:

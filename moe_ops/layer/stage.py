@@ -29,7 +29,11 @@ SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
 
 @dataclass(frozen=True, eq=False)
 class Stage(LoadSteps):
-    """A state, and the parameters that it describes; steps of loading write into these."""
+    """A state and the parameters that it describes, into which steps write.
+
+    A step returns the stage that follows. It holds the same dictionary of parameters: what a step
+    replaces is free before the next one.
+    """
 
     state: LayerState
     parameters: dict[str, Any]
