@@ -174,7 +174,8 @@ class FusedMoEMethodBase(ABC):
         )
         if host is None or not torch.is_grad_enabled():
             return out_TH
-        return refuse(out_TH, wanted(*own), "FusedMoE", TRAINS_NOT)
+        trained = wanted(layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
+        return refuse(out_TH, trained, "FusedMoE", TRAINS_NOT)
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether the scheme's weights have a global scale, whose name is ``weight_scale_2``."""
