@@ -18,7 +18,7 @@ from moe_ops.dispatch.operands import OperandSpecs
 from moe_ops.dispatch.portable import ScaleGroups, scale_groups, scaled_group
 from moe_ops.dispatch.tiles import Gemm, TileRule
 from moe_ops.scheme import WHOLE, Quant, Scheme, get_scheme
-from moe_ops.scheme.packed import CHUNK, PACKED_DTYPES
+from moe_ops.scheme.packed import CHUNK, PACKED_DTYPES, splits_chunks
 from moe_ops.scheme.weights import rows_per_scale
 
 BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
@@ -230,7 +230,9 @@ def _unread(operands: OperandSpecs, scheme: Scheme) -> str:
     if same_dtype and w_scale is not None and w_scale.dtype != a.dtype:
         rule = f"w_scale must have the dtype of a, {a.dtype}, for w of {weight}"
         return f"{rule}, got {w_scale.dtype}"
-    if splits_chunks(w.shape[1], operands.activation):
+    gate = formula(operands.activation) if operands.activation else None
+    rows = {} if gate is None else {"gated": gate.gated, "interleaved": gate.interleaved}
+    if rows and splits_chunks(w.shape[1], **rows):
         rule = f"N must be a multiple of {2 * CHUNK} for w of {weight} under {operands.activation}"
         return f"{rule}, got {w.shape[1]}"
     if w.address != 0:
@@ -239,19 +241,6 @@ def _unread(operands: OperandSpecs, scheme: Scheme) -> str:
         rule = f"rows of a must begin at multiples of 16 bytes for w of {weight}"
         return f"{rule}, got address 16 n + {a.address} and {a.strides[0]} numbers from row to row"
     return ""
-
-
-def splits_chunks(n: int, activation: str) -> bool:
-    """Whether gate and up rows share a chunk of a packed weight with N rows.
-
-    Kernels that apply the activation do not read such a weight.
-
-    Args:
-        n: N.
-        activation: key of the activation; empty: none.
-    """
-    gate = formula(activation) if activation else None
-    return gate is not None and gate.gated and not gate.interleaved and n % (2 * CHUNK) != 0
 
 
 def scaled_in_rows_dtype(quant: Quant) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -165,7 +166,9 @@ def _held(
     names: list[str] = []
     for inner in quantized:
         layer = inner.module  # stays on meta until its own tensors are loaded
-        layer.resident_experts, layer._device = counts[inner.name], wanted.device
+        layer.state = replace(
+            layer.state, resident_experts=counts[inner.name], device=wanted.device
+        )
         names += [f"{inner.name}.{LAYER}.{key}" for key, _ in layer.named_parameters()]
     own = [t for t in targets if isinstance(t, ExpertsOnHost) and not _mxfp4.is_experts(t.module)]
     parts = _parts_of_modules(model, tensors, config.weight_mapping or [], {t.name: t for t in own})

@@ -58,8 +58,8 @@ def adapters_of(
         lora = lora._replace(lora_ids=ids)
     if layer.rank_group.size == 1:
         return lora
-    kernel = layer.kernel
-    if not layer.reduce_results and (kernel is None or not kernel.output_is_reduced()):
+    exchange = layer.state.exchange
+    if not layer.reduce_results and (exchange is None or not exchange.output_is_reduced()):
         return lora
     check_lora(lora, tokens, layer.w13_weight, layer.w2_weight, layer.scheme)
     return _copied(lora, layer.rank_group, layer.moe_parallel_config.tp_size > 1)

@@ -9,54 +9,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops.layer.options import ExpertPlacement
-from moe_ops.layer.partition import LayerSizes, aligned_sizes
-from moe_ops.loading.given import GivenScales
+from moe_ops.layer.host_memory import renewed
+from moe_ops.layer.param_loader import attach_loader
+from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import ExpertPlacement, LayerState
+from moe_ops.loading.names import SHARED_GATE
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
-from moe_ops.routing import RoutingMethodType, get_routing_method_type
+from moe_ops.residency import OffloadStats
+from moe_ops.routing import CaptureFn, RoutingMethodType, get_routing_method_type
 from moe_ops.scheme import Scheme
+
+
+def _of_state(name: str) -> Any:
+    """Return the property of a layer that is a field of its state."""
+    return property(lambda layer: getattr(layer.state, name))
 
 
 class ExpertLayer(nn.Module):
     """What routing, loading, moving and the methods of `FusedMoE` know of the layer.
 
-    `FusedMoE` sets all of these attributes and documents its parameters.
+    `FusedMoE` sets its attributes when it is made, and documents its parameters. After that only
+    ``state``, the parameters and the buffers change.
+
+    Each class between this one and `FusedMoE` is one interface of a layer: `RoutesTokens` chooses
+    experts, `ConvertsForms` changes the form of weights, `LoadsWeights` takes tensors one by one
+    (with the steps of vLLM, `LoadSteps`), `KeepsStateDict` saves and loads state dicts, and
+    `KeepsBits` moves, copies, pickles and resets.
     """
 
-    num_experts: int
-    """E, without redundant and shared experts."""
-    top_k: int
+    state: LayerState
+    num_experts: int = _of_state("num_experts")
+    top_k: int = _of_state("top_k")
     hidden_size: int
     """H of the parameters."""
-    model_hidden_size: int
-    """H of the tokens."""
-    intermediate_size: int
-    """I of one expert, all ranks together."""
+    model_hidden_size: int = _of_state("model_hidden_size")
+    intermediate_size: int = _of_state("intermediate_size")
+    sizes: LayerSizes = _of_state("sizes")
+    checkpoint_scheme: Scheme = _of_state("checkpoint_scheme")
+    placement: ExpertPlacement = _of_state("placement")
+    moe_parallel_config: FusedMoEParallelConfig = _of_state("parallel")
+    resident_experts: int | None = _of_state("resident_experts")
+    host_experts: HostExperts | None = _of_state("host_experts")
+    eplb_state: LayerEplbState | None = _of_state("eplb_state")
+    initial_seed: int | None = _of_state("initial_seed")
+    ranks_agree: bool = _of_state("ranks_agree")
+    capture_fn: CaptureFn | None = _of_state("capture_fn")
+    capture_buffer: Tensor | None = _of_state("capture_buffer")
     global_num_experts: int
     """Physical experts of all ranks."""
     num_logits: int
-    sizes: LayerSizes
-    """Sizes of this rank's parameters."""
-    checkpoint_scheme: Scheme
-    """The scheme of the layer's checkpoints, whose blocks may be larger than those of ``sizes``."""
-    placement: ExpertPlacement
-    """The first placement; see `held_placement`."""
     enable_eplb: bool
-    eplb_state: LayerEplbState | None
-    moe_parallel_config: FusedMoEParallelConfig
     rank_group: RankGroup
     """The ranks that share the layer."""
     exchanges_tokens: bool
     """That of ``moe_parallel_config``."""
     is_spread: bool
     """Whether several ranks share the layer."""
-    ranks_agree: bool
-    """Whether the ranks have compared their layers: see `moe_ops.layer.rank_checks`."""
     option_facts: dict[str, str]
     """`moe_ops.layer.rank_checks.option_facts`."""
     activation: str
@@ -65,21 +79,14 @@ class ExpertLayer(nn.Module):
     scoring_func: str
     apply_router_weight_on_input: bool
     reduce_results: bool
-    batch_invariant: bool
+    batch_invariant: bool = _of_state("batch_invariant")
     shared_expert_gate: bool
     chunk_size: int | None
     routing: dict[str, Any]
     """The arguments of `select_experts` that are the same in every call."""
-    given_scales: GivenScales
-    quant_method: Any
     shared_experts: Callable[[Tensor], Tensor] | None
     prefix: str
     expert_mapping: Sequence[tuple[str, str, int, str]] | None
-    resident_experts: int | None = None
-    """Number of experts on the device, if all are in host memory; None: all are on the device."""
-    host_experts: HostExperts | None = None
-    initial_seed: int | None = None
-    """The seed of `initialize`, if the layer holds nothing else; None: weights may be loaded."""
     w13_weight: Tensor
     w2_weight: Tensor
     w13_bias: Tensor | None
@@ -92,23 +99,62 @@ class ExpertLayer(nn.Module):
 
     @property
     def compute_device(self) -> torch.device:
-        """The device on which the experts run."""
-        return self.w13_weight.device
+        """The device on which the experts run: that of the slots, else that of the weights."""
+        device = self.state.device
+        return self.w13_weight.device if device is None else device
+
+    def stage(self) -> Stage:
+        """Return the layer's own state and parameters."""
+        return Stage(self.state, self._parameters)
+
+    def take(self, stage: Stage) -> None:
+        """Set the state of a stage, once it has the layer's own parameters."""
+        for name, param in self._parameters.items():
+            if name != SHARED_GATE:  # like a router, a gate is no expert's
+                attach_loader(self, param)
+        if stage.state.host_experts is not None:
+            for name, x in self._buffers.items():
+                self._buffers[name] = None if x is None else x.to(stage.state.device)
+        self.state = stage.state
 
     def renew_slots(self) -> None:
-        """See `moe_ops.layer.host_memory`."""
+        """Forget what the slots hold, once the parameters have changed, or make new slots.
+
+        New ones are made if parameters were replaced: capture CUDA graphs after this. A layer whose
+        experts are not in host memory stays as it is.
+        """
+        stage = renewed(self.stage())
+        if stage.state is not self.state:
+            self.take(stage)
+
+    def offload_stats(self) -> OffloadStats:
+        """Return hits, misses, copied bytes and waves so far. The host waits for nothing.
+
+        All are 0 for a layer whose experts are all on its device.
+        """
+        host = self.state.host_experts
+        return OffloadStats(0, 0, 0, 0) if host is None else host.residency.stats()
 
     @property
     def kernel(self) -> FusedMoEKernel | None:
         """The kernel that was set; else the method's own if ranks exchange tokens, else None."""
-        own: FusedMoEKernel | None = self._kernel
-        if own is None and self.exchanges_tokens:
-            return self.quant_method.kernel_of(self)
-        return own
+        state = self.state
+        if state.kernel is None and self.exchanges_tokens:
+            return state.quant_method.kernel_of(self)
+        return state.kernel
 
     @kernel.setter
     def kernel(self, kernel: FusedMoEKernel | None) -> None:
-        self._kernel = kernel
+        self.state = replace(self.state, kernel=kernel)
+
+    @property
+    def quant_method(self) -> Any:
+        """How the experts are stored and multiplied: a `FusedMoEMethodBase`."""
+        return self.state.quant_method
+
+    @quant_method.setter
+    def quant_method(self, method: Any) -> None:
+        self.state = replace(self.state, quant_method=method)
 
     @property
     def scheme(self) -> Scheme:
@@ -145,28 +191,8 @@ class ExpertLayer(nn.Module):
         )
 
     def held_placement(self) -> ExpertPlacement:
-        """Return the placement with the logical experts that the rows hold now.
-
-        `EplbState.rebalance_` changes the maps that `FusedMoE.set_eplb_state` has set: they are
-        read here, for which the host waits.
-        """
-        state = self.eplb_state if self.enable_eplb else None
-        if state is None or state.logical_to_physical_map.is_meta:
-            return self.placement
-        return replace(self.placement, logical=state.held_experts(len(self.placement.row)))
-
-    def aligned_sizes(self) -> LayerSizes:
-        """Sizes with which every rank has whole scales, and gate and up have their own.
-
-        These are the sizes of the plain parameters from the start.
-        """
-        tp_size = self.moe_parallel_config.tp_size
-        return aligned_sizes(self.sizes.plain, self.intermediate_size, tp_size)
-
-    def saved_sizes(self) -> LayerSizes:
-        """Sizes of this layer on one rank, whose state dict `load_checkpoint` reads."""
-        sizes = replace(self.sizes.plain, scheme=self.checkpoint_scheme)
-        return aligned_sizes(sizes, self.intermediate_size, 1)
+        """Return the placement with the logical experts that the rows hold now."""
+        return self.state.held_placement()
 
     def extra_repr(self) -> str:
         """Sizes, ranks, scheme and routing."""

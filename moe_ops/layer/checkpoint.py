@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
-from moe_ops.layer.forms import FP8, PLAIN, are_exact, convert, forms_of
-from moe_ops.layer.host_memory import leave_host_memory
+from moe_ops.layer.forms import are_exact, in_forms
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.layer.shared import shared_hint
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import FP8, PLAIN
 from moe_ops.loading.declared import layout_of
 from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import (
     LAYOUTS,
-    SHARED_GATE,
     CheckpointLayout,
     parent_of,
     prefixes_of,
@@ -146,7 +146,7 @@ def load_checkpoint(
     prefix = (prefix or layer.prefix).removesuffix(".")
     prefix += "." if prefix else ""
     with _stage_of(layer) as stage:
-        placing = Placing(stage, layout, quantize=quantize)
+        placing = Placing(layer, stage, layout, quantize=quantize)
         return _load(layer, placing, source, prefix, strict=strict, progress=progress)
 
 
@@ -154,7 +154,6 @@ def _load(
     layer: FusedMoE, placing: Placing, source: Source, prefix: str, *, strict: bool, progress: bool
 ) -> LoadReport:
     """Do what `load_checkpoint` does with arguments that were checked."""
-    stage: Any = placing.layer
     opened = open_source(source, partial(_is_listed, placing, prefix), progress=progress)
     names = ExpertNames.under(prefix, layer.num_experts)
     quant = layer.checkpoint_scheme.weight
@@ -167,25 +166,27 @@ def _load(
     if strict and not report.is_complete:
         near = {name: _after_block(prefix, name) for name in ignored}
         raise ValueError(_message(report, prefix, ignored) + _way_out(placing, near))
+    stage = placing.stage
     order = placing.act_order.input_order(
-        stage.placement.rows,
-        stage.hidden_size,
+        stage.state.placement.rows,
+        layer.hidden_size,
         layer.compute_device,
-        is_gated=stage.sizes.gated,
+        is_gated=stage.state.sizes.gated,
     )
     lacks_weights = any(placing.missing())
     if lacks_weights and (placing.act_order or layer.w13_input_order is not None):
         raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
-    if lacks_weights and stage is not layer:
+    if lacks_weights:
         _keep_missing(layer, stage, placing)
-    elif not lacks_weights:
-        stage.quant_method.process_weights_after_loading(stage)
-    if stage is not layer:
-        _keep_forms(layer, stage)
-        _commit(layer, stage)
+    else:
+        stage = layer.quant_method.finished(stage)
+    _commit(layer, _in_forms_of(layer, stage))
     for buffer, x in placing.router.values.items():
         getattr(layer, buffer).copy_(x)
-    layer.renew_slots()
+    if lacks_weights:
+        layer.renew_slots()
+    else:
+        layer.quant_method.process_weights_after_loading(layer)
     _set_input_order(layer, order)
     return report
 
@@ -236,81 +237,65 @@ def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
 
 
 @contextmanager
-def _stage_of(layer: FusedMoE) -> Iterator[FusedMoE]:
-    """Yield the layer that tensors are placed in.
+def _stage_of(layer: FusedMoE) -> Iterator[Stage]:
+    """Yield the stage in which tensors are placed, in the sizes that a checkpoint needs.
 
-    This is a copy with parameters of its own, or the layer itself if its experts are in host memory
-    and nothing has been loaded into them: then no expert is twice in memory, and an error makes the
-    layer again what it was.
+    It has parameters of its own, or the layer's if experts are in host memory and nothing has been
+    loaded into them: then no expert is twice in memory, and an error makes the layer again what it
+    was.
     """
-    seed, scales = layer.initial_seed, layer.given_scales
-    if layer.resident_experts is None or seed is None:
-        yield _staged(layer)
+    before, held = layer.state, replace(layer.state, placement=layer.held_placement())
+    if before.resident_experts is None or before.initial_seed is None:
+        sizes = before.aligned_sizes()
+        yield Stage.new(replace(held, sizes=sizes), layer.w13_weight.device)
         return
-    layer.given_scales = GivenScales()
     try:
-        yield layer
+        yield Stage(replace(held, given_scales=GivenScales()), layer._parameters)
     except BaseException:
-        layer.given_scales = scales
-        layer._empty_again(seed)
+        layer._empty_again(before)
         raise
 
 
-def _staged(layer: FusedMoE) -> FusedMoE:
-    """Return a copy of the layer with new parameters, in the sizes that a checkpoint needs."""
-    stage = copy.copy(layer)
-    stage._parameters = {SHARED_GATE: layer._parameters.get(SHARED_GATE)}
-    stage.sizes, stage.given_scales = layer.aligned_sizes(), GivenScales()
-    stage.placement = layer.held_placement()
-    leave_host_memory(stage, layer.compute_device)
-    stage.quant_method.create_weights(stage, stage.sizes, layer.w13_weight.device)
-    return stage
-
-
-def _keep_forms(layer: FusedMoE, stage: FusedMoE) -> None:
+def _in_forms_of(layer: FusedMoE, stage: Stage) -> Stage:
     """Convert weights to the forms that they have in the layer, unless these are plain.
 
     New weights that are not exact as fp8 stay plain.
     """
-    new = forms_of(stage)
-    forms = {which: new[which] if old == PLAIN else old for which, old in forms_of(layer).items()}
-    if FP8 not in forms.values() or are_exact(stage):
-        convert(stage, forms)
+    new, old = stage.state.forms, layer.state.forms
+    forms = {which: new[which] if form == PLAIN else form for which, form in old.items()}
+    return in_forms(stage, forms) if FP8 not in forms.values() or are_exact(stage) else stage
 
 
-def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
+def _keep_missing(layer: FusedMoE, stage: Stage, placing: Placing) -> None:
     """Copy missing parts from the layer; if the sizes have changed, they stay zeros."""
-    if layer.sizes.plain != stage.sizes:
+    if stage.parameters is layer._parameters or layer.sizes.plain != stage.state.sizes:
         return
-    plain = copy.copy(layer)
-    plain._parameters = {**layer._parameters}
-    leave_host_memory(plain, layer.compute_device)
-    convert(plain, {})
+    plain = in_forms(Stage(layer.state, {**layer._parameters}), {})
     for missing in placing.missing():
         for row in stage.rows_of(missing.expert):
-            old, new = (getattr(x, missing.spec.name).data[row] for x in (plain, stage))
-            stage.part(new, missing.spec, missing.shard).copy_(
-                stage.part(old, missing.spec, missing.shard)
-            )
+            spec = missing.spec
+            old, new = (x.parameters[spec.name].data[row] for x in (plain, stage))
+            stage.part(new, spec, missing.shard).copy_(stage.part(old, spec, missing.shard))
 
 
-def _commit(layer: FusedMoE, stage: FusedMoE) -> None:
+def _commit(layer: FusedMoE, stage: Stage) -> None:
     """Overwrite the parameters in place, so that captured graphs read the new values."""
-    if layer.sizes != stage.sizes and layer._kernel is not None:
+    held, new_sizes = layer.state, stage.state.sizes
+    if held.sizes != new_sizes and held.kernel is not None:
         raise ValueError(
             f"layer.kernel must be set after loading, which changes the scheme to "
-            f"{stage.sizes.scheme.name}, got a kernel for {layer.sizes.scheme.name}"
+            f"{new_sizes.scheme.name}, got a kernel for {held.sizes.scheme.name}"
         )
-    for name in {**parameter_specs(layer.sizes), **parameter_specs(stage.sizes)}:
-        old: Any = getattr(layer, name)
-        new: nn.Parameter | None = getattr(stage, name)
+    own = layer._parameters
+    for name in {**parameter_specs(held.sizes), **parameter_specs(new_sizes)}:
+        old, new = own.get(name), stage.parameters.get(name)
+        if old is new:
+            continue
         if old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
             old.data.copy_(new)
-        else:  # not ``new``, whose loader belongs to the stage
-            trained = old is not None and old.requires_grad
-            param = None if new is None else nn.Parameter(new.data, requires_grad=trained)
-            layer.register_parameter(name, param)
-    layer.sizes, layer.given_scales = stage.sizes, stage.given_scales
+        else:
+            own[name] = new
+    layer.take(Stage(held.holding(stage.state), own))
 
 
 def _set_input_order(layer: FusedMoE, order: Tensor | None) -> None:

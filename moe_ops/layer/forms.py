@@ -11,16 +11,15 @@ A base class of `moe_ops.FusedMoE`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_ops.dispatch.problem import splits_chunks
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.host_memory import HoldsExperts
 from moe_ops.layer.rank_checks import check_own_weights
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import FP8, PACKED, PLAIN, WEIGHTS
 from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.forms import gains_by_fp8, reads_packed
 from moe_ops.scheme import (
@@ -38,16 +37,14 @@ from moe_ops.scheme import (
 from moe_ops.scheme.packed import check_packed, pack_weight_
 from moe_ops.tensors import QTensor
 
-WEIGHTS = ("w13", "w2")
 FORM_KINDS = ("weight", "scale", "zero_point", "global_scale", "exponents")
 """Kinds of the parameters of a weight in any form: the fields of a `QTensor`, and ``exponents``."""
-PLAIN, PACKED, FP8 = "plain", "packed", "fp8"
 
 Stored = tuple[Any, ...]
 """A tensor or None for each of `FORM_KINDS`."""
 
 
-class ConvertsForms(HoldsExperts):
+class ConvertsForms(ExpertLayer):
     """A layer whose weights may be in the packed form, or held as fp8."""
 
     def pack_(self) -> None:
@@ -65,7 +62,7 @@ class ConvertsForms(HoldsExperts):
         """
         sizes, scheme = self.sizes.weights, self.sizes.plain.scheme
         able = [which for which in WEIGHTS if packs(scheme, *sizes[which])]
-        if not able or splits_chunks(sizes["w13"][0], self.activation):
+        if not able or self.sizes.splits_chunks:
             for which, size in sizes.items():
                 check_packed(f"{which}_weight", getattr(self, f"{which}_weight"), scheme, *size)
         self._convert(dict.fromkeys(able, PACKED))
@@ -88,7 +85,7 @@ class ConvertsForms(HoldsExperts):
             ValueError: a row is not exact, and nothing has changed; ``layer.kernel`` was set.
             NotImplementedError: another scheme.
         """
-        for which, exact in zip(WEIGHTS, exact_rows_of(self), strict=True):
+        for which, exact in zip(WEIGHTS, exact_rows_of(self.stage()), strict=True):
             if not bool(exact.all()):
                 expert, row = (~exact).nonzero()[0].tolist()
                 raise ValueError(
@@ -117,32 +114,20 @@ class ConvertsForms(HoldsExperts):
         scheme = self.sizes.plain.scheme
         if exact_fp8_scheme(scheme) is None:
             return None
-        rows = list(exact_rows_of(self))
+        rows = list(exact_rows_of(self.stage()))
         exact = sum(int(x.sum()) for x in rows)
         return ExactRows(scheme, exact, sum(x.numel() for x in rows))
 
     def _convert(self, forms: Mapping[str, str]) -> None:
         check_own_weights(self)
-        changes = any(forms.get(which, PLAIN) != form for which, form in forms_of(self).items())
-        if self._kernel is not None and changes:
+        state = self.state
+        changes = any(forms.get(which, PLAIN) != form for which, form in state.forms.items())
+        if state.kernel is not None and changes:
             raise ValueError(
                 "layer.kernel must be None while weights change their form (its experts hold the "
-                f"scales; set it again afterwards), got {type(self._kernel).__name__}"
+                f"scales; set it again afterwards), got {type(state.kernel).__name__}"
             )
         convert(self, forms)
-
-
-def forms_of(layer: ExpertLayer) -> dict[str, str]:
-    """Return the form of ``w13`` and of ``w2``."""
-    if layer.sizes.exact_of is not None:
-        return dict.fromkeys(WEIGHTS, FP8)
-    fragments = {which: is_packed(getattr(layer, f"{which}_weight")) for which in WEIGHTS}
-    return {which: PACKED if fragments[which] else PLAIN for which in WEIGHTS}
-
-
-def packed_of(layer: ExpertLayer) -> tuple[str, ...]:
-    """Return which of ``w13`` and ``w2`` are in the packed form."""
-    return tuple(which for which, form in forms_of(layer).items() if form == PACKED)
 
 
 def form_names(which: str) -> tuple[str, ...]:
@@ -176,68 +161,70 @@ def converted(stored: Stored, scheme: Scheme, form: str, *, in_place: bool = Fal
     return (*q, None)
 
 
-def convert(layer: HoldsExperts, forms: Mapping[str, str], *, in_place: bool = False) -> None:
-    """Store ``w13`` and ``w2`` in these forms; plain if ``forms`` names none.
-
-    ``in_place``: see `converted`.
-    """
-    plain = layer.sizes.plain
-    for which in WEIGHTS:
-        old = _stored(layer, which)
-        new = converted(old, plain.scheme, forms.get(which, PLAIN), in_place=in_place)
-        for name, x, y in zip(form_names(which), old, new, strict=True):
-            if x is not y:
-                param = None if y is None else nn.Parameter(y, requires_grad=False)
-                layer.register_parameter(name, param)
-    held = exact_fp8_scheme(plain.scheme) if FP8 in forms.values() else None
-    layer.sizes = plain if held is None else replace(plain, scheme=held, exact_of=plain.scheme)
+def convert(layer: ExpertLayer, forms: Mapping[str, str]) -> None:
+    """Store a layer's ``w13`` and ``w2`` in these forms; plain if ``forms`` names none."""
+    layer.take(in_forms(layer.stage(), forms))
     layer.renew_slots()
 
 
-def convert_for_device(layer: HoldsExperts) -> None:
-    """Convert the weights to the form that kernels of the layer's GPU run fastest.
+def in_forms(stage: Stage, forms: Mapping[str, str], *, in_place: bool = False) -> Stage:
+    """Convert the parameters of a stage to these forms, and return the stage that has them.
+
+    One weight is converted after the other, so that there is memory for one beside all.
+    ``in_place``: see `converted`.
+    """
+    plain = stage.state.sizes.plain.scheme
+    for which in WEIGHTS:
+        names = form_names(which)
+        old = tuple(map(stage.parameters.get, names))
+        new = converted(old, plain, forms.get(which, PLAIN), in_place=in_place)
+        for name, x, y in zip(names, old, new, strict=True):
+            if x is not y:
+                stage.parameters[name] = None if y is None else nn.Parameter(y, False)
+        del old, x
+    return Stage(stage.state.in_forms(forms), stage.parameters)
+
+
+def in_forms_for_device(stage: Stage) -> Stage:
+    """Convert a stage to the form that kernels of its GPU run fastest.
 
     Packing takes the memory of the plain weights, so that a model loads with memory for one expert
     beside its weights.
 
     A layer whose ``kernel`` was set stays as it is, because the kernel holds the layer's scales.
     """
-    if layer._kernel is not None:
-        return
-    forms, device = forms_of(layer), layer.compute_device
+    state, parameters, device = stage.state, stage.parameters, stage.compute_device
+    forms, scheme = state.forms, state.sizes.scheme
+    if state.kernel is not None:
+        return stage
     for which, form in forms.items():
-        reads = form == PLAIN and reads_packed(
-            getattr(layer, f"{which}_weight"),
-            layer.scheme,
-            layer.sizes.dtype,
+        reads = form == PLAIN and not state.sizes.splits_chunks
+        reads = reads and reads_packed(
+            parameters[f"{which}_weight"],
+            scheme,
+            state.sizes.dtype,
             device,
-            batch_invariant=layer.batch_invariant,
-            activation=layer.activation if which == "w13" else "",
+            batch_invariant=state.batch_invariant,
         )
         if reads:
             forms[which] = PACKED
-    moves = layer.enable_eplb and layer.placement.is_shared_out
-    if gains_by_fp8(device, layer.scheme) and not moves and are_exact(layer):
+    moves = state.parallel.enable_eplb and state.placement.is_shared_out
+    if gains_by_fp8(device, scheme) and not moves and are_exact(stage):
         forms = dict.fromkeys(WEIGHTS, FP8)
-    convert(layer, forms, in_place=True)
+    return in_forms(stage, forms, in_place=True)
 
 
-def exact_rows_of(layer: ExpertLayer) -> Iterator[Tensor]:
+def exact_rows_of(stage: Stage) -> Iterator[Tensor]:
     """Yield which rows of ``w13``, then of ``w2``, are exact as fp8: bool ``(E, N)``."""
-    for which in WEIGHTS:
-        q = QTensor(*_stored(layer, which)[:4])
-        if layer.sizes.exact_of is not None:
+    scheme = stage.state.sizes.scheme
+    for which, form in stage.state.forms.items():
+        q = QTensor(*(stage.parameters.get(name) for name in form_names(which)[:4]))  # type: ignore[arg-type]
+        if form == FP8:
             yield q.data.new_ones(q.data.shape[:2], dtype=torch.bool)
-        elif is_packed(q.data):
-            yield exact_rows(unpack_weight(q, layer.scheme), layer.scheme)
         else:
-            yield exact_rows(q, layer.scheme)
+            yield exact_rows(unpack_weight(q, scheme) if form == PACKED else q, scheme)
 
 
-def are_exact(layer: ExpertLayer) -> bool:
+def are_exact(stage: Stage) -> bool:
     """Return whether all rows of both weights are exact as fp8."""
-    return all(bool(exact.all()) for exact in exact_rows_of(layer))
-
-
-def _stored(layer: ExpertLayer, which: str) -> Stored:
-    return tuple(getattr(layer, name) for name in form_names(which))
+    return all(bool(exact.all()) for exact in exact_rows_of(stage))

@@ -7,19 +7,20 @@ converting see all of them. The device holds slots (`HostExperts`), which are no
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.options import FusedMoEOptions, against_host_memory
-from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
-from moe_ops.layer.rank_checks import check_own_weights
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import LayerState
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.host_experts import HostExperts, Store, host_experts, place_in, store
-from moe_ops.residency import Amount, OffloadStats, parse_amount
+from moe_ops.residency import Amount, parse_amount
 from moe_ops.residency.slots import STORED
 from moe_ops.tensors import ExpertWeight, ExpertWeights
 
@@ -27,162 +28,99 @@ EXPERTS = ("weight", "scale", "zero_point", "global_scale", "channel_scale", "bi
 """Kinds of the parameters that an expert is copied with."""
 
 
-class HoldsExperts(ExpertLayer):
-    """A layer that may hold its experts in host memory."""
+def renewed(stage: Stage) -> Stage:
+    """Return the stage whose slots hold nothing, once the parameters have changed.
 
-    _device: torch.device | None = None
-
-    @property
-    def compute_device(self) -> torch.device:
-        """The device on which the experts run: that of the slots, else that of the weights."""
-        own: torch.device = self.w13_weight.device
-        return own if self._device is None else self._device
-
-    def offload_stats(self) -> OffloadStats:
-        """Return hits, misses, copied bytes and waves so far. The host waits for nothing.
-
-        All are 0 for a layer whose experts are all on its device.
-        """
-        host = self.host_experts
-        return OffloadStats(0, 0, 0, 0) if host is None else host.residency.stats()
-
-    def renew_slots(self) -> None:
-        """Forget what the slots hold, once the parameters have changed, or make new slots.
-
-        New ones are made if parameters were replaced: capture CUDA graphs after this. A layer whose
-        experts are not in host memory stays as it is.
-        """
-        self.initial_seed = None
-        if self.resident_experts is None or self.w13_weight.is_meta:
-            self.host_experts = None
-            return
-        host = self.host_experts
-        if host is None or not _same_places(self, host):
-            _move(self, self.resident_experts, self.compute_device)
-            return
-        new, kept = _weights_of(self), host.residency.store
-        for weight, stored in zip(new[:2], kept, strict=True):
-            for x, y in zip(weight[: len(STORED)], stored, strict=False):
-                if x is not None and y is not None and x.data_ptr() != y.data_ptr():
-                    y.copy_(x)  # a product of parameters
-        scales = self.quant_method.stored_config(self).input_scales
-        for x, y in zip(scales, host.quant_config.input_scales, strict=True):
-            if x is not None and y is not None:
-                y.copy_(x)
-        host.residency.empty_()
-
-    def _device_of_new(self, options: FusedMoEOptions) -> torch.device | str | None:
-        """Note how many experts of a new layer are resident; return where its parameters are made.
-
-        Resident experts: on ``meta``, until `fill_store` makes them in host memory.
-
-        Raises:
-            TypeError, ValueError: as `parse_amount`.
-        """
-        if options.resident_experts is None:
-            return options.device
-        experts = self.sizes.num_experts
-        least = min(self.top_k + options.n_shared_experts, experts)
-        amount = Amount(experts, least, expert_bytes(self.sizes))
-        (count,) = parse_amount("resident_experts", options.resident_experts, [amount])
-        if count == experts:
-            return options.device
-        self.resident_experts = count
-        self._device = torch.empty(0, device=options.device).device
-        return "meta"
-
-    def _apply_on_host(self, fn: Any, kept: Container[int]) -> dict[int, Tensor]:
-        """Return what a move leaves of the parameters on the host, by the ids of the old ones.
-
-        They stay there, and are cast there unless they are ``kept`` as they are. The slots follow.
-        """
-        old = torch.empty(0, dtype=self.sizes.dtype, device=self._probed_device())
-        probe = fn(old)
-        self._device = probe.device
-        host = torch.device("meta" if probe.is_meta else "cpu")
-        moved: dict[int, Tensor] = {}
-        for name in parameter_specs(self.sizes):
-            x = self._parameters.get(name)
-            if x is None:
-                continue
-            dtype = x.dtype if id(x) in kept else probe.dtype
-            if x.is_meta and host.type != "meta":
-                moved[id(x)] = torch.empty_like(x, dtype=dtype, device=host)
-            else:
-                moved[id(x)] = x.data.to(host, dtype)
-        return moved
-
-    def _probed_device(self) -> torch.device:
-        return torch.device("meta") if self.w13_weight.is_meta else self.compute_device
+    New slots are made if parameters were replaced. Without experts in host memory there are none.
+    """
+    state = stage.state
+    resident, host = state.resident_experts, state.host_experts
+    if resident is None or stage.parameters["w13_weight"].is_meta:
+        if state.initial_seed is None and host is None:
+            return stage
+        state = replace(state, initial_seed=None, host_experts=None)
+        return Stage(state, stage.parameters)
+    stage = Stage(replace(state, initial_seed=None), stage.parameters)
+    if host is None or not _same_places(stage, host):
+        return on_host(stage, resident, stage.compute_device)
+    new, kept = _weights_of(stage), host.residency.store
+    for weight, stored in zip(new[:2], kept, strict=True):
+        for x, y in zip(weight[: len(STORED)], stored, strict=False):
+            if x is not None and y is not None and x.data_ptr() != y.data_ptr():
+                y.copy_(x)  # a product of parameters
+    scales = stored_config(state.sizes.scheme, stage.parameters).input_scales
+    for x, y in zip(scales, host.quant_config.input_scales, strict=True):
+        if x is not None and y is not None:
+            y.copy_(x)
+    host.residency.empty_()
+    return stage
 
 
-def offload(layer: HoldsExperts, resident: int, device: torch.device | None = None) -> None:
-    """Move a layer's experts to host memory, ``resident`` of which its device holds.
+def residency_of_new(state: LayerState, options: FusedMoEOptions) -> LayerState:
+    """Return the state of a new layer with as many resident experts as its options say.
 
-    All of the rank's experts or more: they go (back) to the device. An error leaves the layer as it
-    was. Parameters no longer require grad.
+    Raises:
+        TypeError, ValueError: as `parse_amount`.
+    """
+    if options.resident_experts is None:
+        return state
+    (count,) = parse_amount("resident_experts", options.resident_experts, [amount_of(state)])
+    if count == state.sizes.num_experts:
+        return state
+    device = torch.empty(0, device=options.device).device
+    return replace(state, resident_experts=count, device=device)
+
+
+def moved_on_host(stage: Stage, probe: Tensor, kept: Container[int]) -> dict[int, Tensor]:
+    """Return what a move leaves of the parameters on the host, by the ids of the old ones.
+
+    They stay there, and are cast there unless they are ``kept`` as they are. The slots follow.
 
     Args:
-        layer: its parameters hold memory.
-        resident: the number of experts on the device.
-        device: the device on which experts run; None: the layer's own.
+        stage: its experts are in host memory.
+        probe: what the move makes of an empty tensor of the layer.
+        kept: ids of parameters.
     """
-    reason = reason_against(layer)
-    if reason is not None:
-        raise NotImplementedError(reason)
-    check_own_weights(layer)
-    device = device or layer.compute_device
-    if resident >= layer.sizes.num_experts:
-        _move_back(layer, device)
-    else:
-        _move(layer, resident, device)
+    host = torch.device("meta" if probe.is_meta else "cpu")
+    moved: dict[int, Tensor] = {}
+    for x in stage.held().values():
+        dtype = x.dtype if id(x) in kept else probe.dtype
+        if x.is_meta and host.type != "meta":
+            moved[id(x)] = torch.empty_like(x, dtype=dtype, device=host)
+        else:
+            moved[id(x)] = x.data.to(host, dtype)
+    return moved
 
 
-def fill_store(layer: HoldsExperts, resident: int, device: torch.device) -> None:
-    """Make the parameters of a layer on ``meta`` in host memory, where they hold no weights yet.
+def new_on_host(stage: Stage, device: torch.device) -> Stage:
+    """Make new parameters in host memory, where they hold no weights yet, and their slots.
 
     They hold what a quantized layer holds before it is loaded. Nothing of a layer's size is made
     beside the store.
-
-    Args:
-        layer: its parameters are in the plain form.
-        resident: the number of experts on the device.
-        device: the device on which experts run.
     """
-    for name, spec in parameter_specs(layer.sizes).items():
+    for name, spec in parameter_specs(stage.state.sizes).items():
         one = torch.zeros(1, *spec.shape[1:], dtype=spec.dtype, device="cpu")
         x = (one.fill_(spec.fill) if spec.fill else one).expand(spec.shape)
-        layer.register_parameter(name, nn.Parameter(x, requires_grad=False))
-    _move(layer, resident, device)
+        stage.parameters[name] = nn.Parameter(x, requires_grad=False)
+    return on_host(stage, cast(int, stage.state.resident_experts), device)
 
 
-def reason_against(layer: HoldsExperts) -> str | None:
+def reason_against(state: LayerState) -> str | None:
     """Say why a layer's experts cannot be in host memory; None: they can."""
-    reason = against_host_memory(layer.enable_eplb, layer.moe_parallel_config)
-    if reason is not None:
-        return reason
-    if layer._kernel is not None:
+    reason = against_host_memory(state.parallel.enable_eplb, state.parallel)
+    if reason is None and state.kernel is not None:
         return (
             "layer.kernel must be None with resident_experts, since its experts read parameters on "
-            f"the device, got {type(layer._kernel).__name__}"
+            f"the device, got {type(state.kernel).__name__}"
         )
-    return None
+    return reason
 
 
-def leave_host_memory(stage: HoldsExperts, device: torch.device) -> None:
-    """Make a shallow copy of a layer, with parameters of its own, one that has no slots.
-
-    ``device`` is where the layer's experts run, which decides on the form of new weights.
-    """
-    stage.resident_experts = stage.host_experts = None
-    stage._device = device
-
-
-def amount_of(layer: HoldsExperts) -> Amount:
+def amount_of(state: LayerState) -> Amount:
     """Return the sizes on which the number of resident experts depends."""
-    shared = layer.routing["num_fused_shared_experts"]
-    experts = layer.sizes.num_experts
-    return Amount(experts, min(layer.top_k + shared, experts), expert_bytes(layer.sizes))
+    shared = len(state.placement.rows) - state.num_experts
+    experts = state.sizes.num_experts
+    return Amount(experts, min(state.top_k + shared, experts), expert_bytes(state.sizes))
 
 
 def expert_bytes(sizes: LayerSizes) -> int:
@@ -195,16 +133,16 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _weights_of(layer: HoldsExperts) -> ExpertWeights:
-    config = layer.quant_method.stored_config(layer)
-    tensors = (layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
+def _weights_of(stage: Stage) -> ExpertWeights:
+    config = stored_config(stage.state.sizes.scheme, stage.parameters)
+    tensors = map(stage.parameters.get, ("w13_weight", "w2_weight", "w13_bias", "w2_bias"))
     w1, w2, *biases = (None if x is None else x.detach() for x in tensors)
     return expert_weights(w1, w2, config, tuple(biases))  # type: ignore[arg-type]
 
 
-def _same_places(layer: HoldsExperts, host: HostExperts) -> bool:
+def _same_places(stage: Stage, host: HostExperts) -> bool:
     """Whether the weights of a layer are the store itself."""
-    new = _weights_of(layer)
+    new = _weights_of(stage)
     for weight, stored in zip(new[:2], host.residency.store, strict=True):
         if weight.data.data_ptr() != stored.data.data_ptr():
             return False
@@ -213,8 +151,8 @@ def _same_places(layer: HoldsExperts, host: HostExperts) -> bool:
                 return False
             if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
                 return False
-    same_device = host.residency.device == layer.compute_device
-    return same_device and host.residency.num_slots == layer.resident_experts
+    same_device = host.residency.device == stage.compute_device
+    return same_device and host.residency.num_slots == stage.state.resident_experts
 
 
 def _kept_store(weights: ExpertWeights, host: HostExperts | None, pinned: bool) -> Store | None:
@@ -242,36 +180,27 @@ def _kept_store(weights: ExpertWeights, host: HostExperts | None, pinned: bool) 
     return Store((stored[0], stored[1]), host.residency.memory)
 
 
-def _move(layer: HoldsExperts, resident: int, device: torch.device) -> None:
+def on_host(stage: Stage, resident: int, device: torch.device) -> Stage:
     """Make store and slots, or slots alone; the parameters become the store's tensors."""
-    weights, pinned = _weights_of(layer), device.type == "cuda"
-    held = _kept_store(weights, layer.host_experts, pinned) or store(weights, pinned=pinned)
-    config = layer.quant_method.stored_config(layer)
+    state, weights, pinned = stage.state, _weights_of(stage), device.type == "cuda"
+    held = _kept_store(weights, state.host_experts, pinned) or store(weights, pinned=pinned)
+    config = stored_config(state.sizes.scheme, stage.parameters)
     made = host_experts(held, config, resident, device)
-    for name in parameter_specs(layer.sizes):
-        x = layer._parameters.get(name)
-        if x is not None:
-            new = place_in(x.detach(), weights, held)
-            new = x.detach().cpu().contiguous() if new is None else new
-            layer.register_parameter(name, nn.Parameter(new, requires_grad=False))
-    layer._buffers.update(_moved_buffers(layer, device))
-    layer.host_experts, layer.resident_experts, layer._device = made, resident, device
-    layer.quant_method.forget()
+    for name, x in stage.held().items():
+        new = place_in(x.detach(), weights, held)
+        new = x.detach().cpu().contiguous() if new is None else new
+        stage.parameters[name] = nn.Parameter(new, requires_grad=False)
+    state = replace(state, host_experts=made, resident_experts=resident, device=device)
+    return Stage(state, stage.parameters)
 
 
-def _move_back(layer: HoldsExperts, device: torch.device) -> None:
+def on_device(stage: Stage, device: torch.device) -> Stage:
     """Put all experts on the device, as a layer without host memory has them."""
-    if layer.resident_experts is None and layer.w13_weight.device == device:
-        return
-    own = {name: layer._parameters.get(name) for name in parameter_specs(layer.sizes)}
-    held = {name: x for name, x in own.items() if x is not None}
+    held = stage.held()
+    if stage.state.resident_experts is None and held["w13_weight"].device == device:
+        return stage
     moved = {name: x.detach().to(device, copy=True) for name, x in held.items()}
     for name, x in moved.items():
-        layer.register_parameter(name, nn.Parameter(x, requires_grad=held[name].requires_grad))
-    layer.host_experts = layer.resident_experts = layer._device = None
-    layer.quant_method.forget()
-
-
-def _moved_buffers(layer: HoldsExperts, device: torch.device) -> dict[str, Tensor | None]:
-    """The buffers of the layer itself on the device of the slots."""
-    return {name: None if x is None else x.to(device) for name, x in layer._buffers.items()}
+        stage.parameters[name] = nn.Parameter(x, requires_grad=held[name].requires_grad)
+    state = replace(stage.state, host_experts=None, resident_experts=None, device=None)
+    return Stage(state, stage.parameters)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import init
 
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
-from moe_ops.layer.weight_loader import WeightLoading
 
 LOADED = "_is_hf_initialized"
 """The mark of transformers on parameters that it has loaded; its `torch.nn.init` skips them."""
@@ -23,7 +23,7 @@ OWN = ("moe_ops", "torch")
 """Packages whose frames a warning leaves out."""
 
 
-def initialize(layer: WeightLoading, seed: int | None = None) -> int | None:
+def initialize(layer: ExpertLayer, seed: int | None = None) -> int | None:
     """Fill the parameters of an unquantized layer, which hold zeros, with random numbers.
 
     A quantized layer stays as it is.
@@ -66,19 +66,20 @@ def initialize(layer: WeightLoading, seed: int | None = None) -> int | None:
     return seed
 
 
-def _fill(layer: WeightLoading, param: Tensor, spec: ParameterSpec, seed: int) -> None:
+def _fill(layer: ExpertLayer, param: Tensor, spec: ParameterSpec, seed: int) -> None:
     """Draw the whole projections of this rank's experts, and place the rank's part of each."""
     hidden, width = layer.model_hidden_size, layer.intermediate_size
     n, k = (width, hidden) if spec.is_w13 else (hidden, width)
     x = param.data.new_zeros((n,) if spec.kind == "bias" else (n, k))
     first = ("w1", "w3") if layer.sizes.gated else ("w1",)
     generator, bound = torch.Generator(param.device), k**-0.5
-    for expert, rows in layer.held_placement().rows.items():
+    stage = layer.stage().as_held()
+    for expert, rows in stage.state.placement.rows.items():
         generator.manual_seed(seed + PARAMETERS * expert)
         for shard in (first if spec.is_w13 else ("w2",)) if rows else ():
             init.uniform_(x, -bound, bound, generator)
             for row in rows:
-                layer.place(param, spec, x, shard, row)
+                stage.place(param, spec, x, shard, row)
 
 
 def holds_numbers(x: Tensor) -> bool:

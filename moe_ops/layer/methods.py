@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from operator import is_
 from typing import Any, cast
 
@@ -13,18 +14,19 @@ from torch import Tensor, nn
 from moe_ops import ops
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.forms import convert_for_device
-from moe_ops.layer.host_memory import HoldsExperts
+from moe_ops.layer.forms import in_forms_for_device
+from moe_ops.layer.host_memory import reason_against
 from moe_ops.layer.initial import warn_if_empty
-from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import Made
 from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.backward import TRAINS_NOT
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.fused_experts import fused_experts
-from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -34,7 +36,7 @@ from moe_ops.scheme import UNQUANTIZED, FusedMoEQuantConfig
 class FusedMoEMethodBase(ABC):
     """Creates a layer's parameters, finishes them after loading, and runs the experts.
 
-    A method holds settings and values derived from parameters. Parameters belong to the layer.
+    A method holds settings. Parameters, and what is made of them, belong to the layer.
 
     Source:
         vLLM ``FusedMoEMethodBase``.
@@ -43,8 +45,7 @@ class FusedMoEMethodBase(ABC):
     def __init__(self) -> None:
         self.exchange: FusedMoEPrepareAndFinalize | None = None
         """What sends tokens to other ranks' experts; set by a layer whose ranks exchange tokens."""
-        self._kernel: FusedMoEKernel | None = None
-        self._kernel_of: list[Any] = []
+        self._has_global_scales = False
 
     def create_weights(
         self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
@@ -60,6 +61,7 @@ class FusedMoEMethodBase(ABC):
                 filled = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
                 value = nn.Parameter(filled.fill_(spec.fill) if spec.fill else filled, trainable)
             layer.register_parameter(name, value)
+        self._has_global_scales = any(spec.kind == "global_scale" for spec in specs.values())
 
     def process_weights_after_loading(self, layer: ExpertLayer) -> None:
         """Finish the parameters once they are filled, by whatever loader; may be called again.
@@ -67,15 +69,16 @@ class FusedMoEMethodBase(ABC):
         Raises:
             ValueError: a number that cannot be used, with its expert.
         """
+        layer.take(self.finished(layer.stage()))
         layer.renew_slots()
+
+    def finished(self, stage: Stage) -> Stage:
+        """Return a stage that was filled, with its parameters as experts run with them."""
+        return stage
 
     @abstractmethod
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig | None:
         """Return the layer's scheme and scales as kernels take them; None: not quantized."""
-
-    def stored_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
-        """Return the scheme and the scales of the parameters, which may be empty."""
-        return _unquantized_config(layer)
 
     def apply(
         self,
@@ -96,132 +99,102 @@ class FusedMoEMethodBase(ABC):
         Raises:
             NotImplementedError: act-order that differs between experts, in a layer with a kernel.
         """
-        order = layer.w13_input_order
-        if order is None:
-            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input, lora)
-        is_shared_out = layer.kernel is not None and layer.placement.is_shared_out
-        if order.shape[0] == 1 and not is_shared_out:
-            x = x.index_select(1, order[0])
-            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
-        if layer.kernel is not None:
-            raise NotImplementedError(
-                "layer.kernel must be None if the act-order of w13 differs between experts, got a "
-                "kernel"
-            )
-        rows = ops.order_columns(x, order, topk_ids, layer.expert_map)  # (T * k, H)
-        on_input = layer.apply_router_weight_on_input
-        weights = topk_weights if on_input else torch.ones_like(topk_weights)
-        y = self._experts(layer, rows, weights.reshape(-1, 1), topk_ids.reshape(-1, 1))
-        y, local = y.view(*topk_ids.shape, y.shape[1]), layer.w13_weight.shape[0]
-        on_output = None if on_input else topk_weights
-        return ops.moe_fused_mul_sum(y, on_output, topk_ids, layer.expert_map, None, local)
-
-    def _experts(
-        self,
-        layer: ExpertLayer,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts_input: Tensor | None = None,
-        lora: ExpertLora | None = None,
-    ) -> Any:
-        kernel, host = layer.kernel, layer.host_experts
-        if host is not None:
-            return self._host_experts(layer, host, x, topk_weights, topk_ids, lora)
-        if kernel is not None:
-            call = Call(
-                x,
-                layer.w13_weight,
-                layer.w2_weight,
-                topk_weights,
-                topk_ids,
-                layer.activation,
-                layer.global_num_experts,
-                layer.expert_map,
-                layer.apply_router_weight_on_input,
-                shared_experts_input,
-                lora,
-            )
-            beside = None if shared_experts_input is None else shared_experts_of(layer, kernel)
-            return kernel.run(call, beside)
-        return fused_experts(
+        state, order_EH = layer.state, layer.w13_input_order
+        kernel = state.kernel
+        if kernel is None and layer.exchanges_tokens:
+            kernel = self.kernel_of(layer)
+        if order_EH is not None:
+            is_shared_out = kernel is not None and state.placement.is_shared_out
+            if order_EH.shape[0] > 1 or is_shared_out:
+                return self._ordered_by_slot(layer, x, topk_weights, topk_ids)
+            x, lora = x.index_select(1, order_EH[0]), None
+        if kernel is None:
+            return self._experts(layer, x, topk_weights, topk_ids, lora)
+        if state.host_experts is not None:
+            raise NotImplementedError(reason_against(state))
+        call = Call(
             x,
             layer.w13_weight,
             layer.w2_weight,
             topk_weights,
             topk_ids,
-            activation=layer.activation,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            w1_bias=layer.w13_bias,
-            w2_bias=layer.w2_bias,
-            quant_config=self.get_fused_moe_quant_config(layer),
-            batch_invariant=layer.batch_invariant,
-            lora=lora,
+            layer.activation,
+            layer.global_num_experts,
+            layer.expert_map,
+            layer.apply_router_weight_on_input,
+            shared_experts_input,
+            lora,
         )
+        return kernel.run(call, None if shared_experts_input is None else shared_experts_of(layer))
 
-    def _host_experts(
+    def _ordered_by_slot(
+        self, layer: ExpertLayer, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    ) -> Tensor:
+        """Run experts in act-order of their own. S are the slots of all tokens, T * K."""
+        if layer.state.exchange is not None:
+            raise NotImplementedError(
+                "layer.kernel must be None if the act-order of w13 differs between experts, got a "
+                "kernel"
+            )
+        expert_map, on_input = layer.expert_map, layer.apply_router_weight_on_input
+        x_SH = ops.order_columns(x_TH, cast(Tensor, layer.w13_input_order), ids_TK, expert_map)
+        weights_S1 = (weights_TK if on_input else torch.ones_like(weights_TK)).reshape(-1, 1)
+        y_SH = self._experts(layer, x_SH, weights_S1, ids_TK.reshape(-1, 1))
+        y_TKH, local = y_SH.view(*ids_TK.shape, y_SH.shape[1]), layer.w13_weight.shape[0]
+        on_output = None if on_input else weights_TK
+        return ops.moe_fused_mul_sum(y_TKH, on_output, ids_TK, expert_map, None, local)
+
+    def _experts(
         self,
         layer: ExpertLayer,
-        host: HostExperts,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        lora: ExpertLora | None,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        lora: ExpertLora | None = None,
     ) -> Tensor:
-        """Run experts that are in host memory."""
-        if layer.kernel is not None:
-            raise NotImplementedError(
-                "layer.kernel must be None with resident_experts, since its experts read "
-                f"parameters on the device, got {type(layer.kernel).__name__}"
-            )
-        out = fused_experts(
-            x,
-            host.w1,
-            host.w2,
-            topk_weights,
-            topk_ids,
+        """Run experts without a kernel, on the device or in host memory."""
+        host = layer.state.host_experts
+        own = layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias
+        config = self.get_fused_moe_quant_config(layer) if host is None else host.quant_config
+        w1, w2, w1_bias, w2_bias = own if host is None else host[1:5]
+        out_TH = fused_experts(
+            x_TH,
+            w1,
+            w2,
+            weights_TK,
+            ids_TK,
             activation=layer.activation,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            w1_bias=host.w1_bias,
-            w2_bias=host.w2_bias,
-            quant_config=host.quant_config,
-            batch_invariant=layer.batch_invariant,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+            quant_config=config,
+            batch_invariant=layer.state.batch_invariant,
             lora=lora,
         )
-        if not torch.is_grad_enabled():
-            return out
+        if host is None or not torch.is_grad_enabled():
+            return out_TH
         trained = wanted(layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
-        return refuse(out, trained, "FusedMoE", TRAINS_NOT)
-
-    def forget(self) -> None:
-        """Drop what was derived from parameters, whose memory has been replaced."""
-        self._kernel, self._kernel_of = None, []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is derived from parameters: a copy derives it from its own."""
-        return {**self.__dict__, "_kernel": None, "_kernel_of": []}
+        return refuse(out_TH, trained, "FusedMoE", TRAINS_NOT)
 
     def uses_weight_scale_2_pattern(self) -> bool:
-        """Whether checkpoints keep a global scale as ``weight_scale_2``."""
-        return False
+        """Whether the scheme's weights have a global scale, whose name is ``weight_scale_2``."""
+        return self._has_global_scales
 
     def maybe_make_prepare_finalize(self) -> FusedMoEPrepareAndFinalize | None:
         """Return what sends tokens to other ranks' experts; None: nothing does."""
         return self.exchange
 
     def kernel_of(self, layer: ExpertLayer) -> FusedMoEKernel:
-        """Return the kernel around `maybe_make_prepare_finalize`, for the current parameters.
+        """Return the kernel around the layer's exchange of tokens, for the current parameters.
 
-        Eager calls get the same kernel as long as the layer has the same parameters.
+        It is made when the layer's state or parameters change, and in calls that are compiled.
         """
-        config = self.get_fused_moe_quant_config(layer)
-        made_of = [layer.w13_weight, layer.w13_bias, layer.w2_bias, config]
-        same = len(self._kernel_of) == len(made_of) and all(map(is_, made_of, self._kernel_of))
-        if self._kernel is not None and same and not torch.compiler.is_compiling():
-            return self._kernel
-        part = self.maybe_make_prepare_finalize()
+        compiling, own = torch.compiler.is_compiling(), layer._parameters.values()
+        made = None if compiling else layer.state.made.get("kernel")
+        if made is not None and all(map(is_, own, made.parameters)):
+            return cast(FusedMoEKernel, made.value)
+        part = layer.state.exchange
         if part is None:
             raise NotImplementedError(
                 "quant_method.maybe_make_prepare_finalize must return what exchanges tokens with "
@@ -233,8 +206,8 @@ class FusedMoEMethodBase(ABC):
             moe_parallel_config=layer.moe_parallel_config,
             chunk_size=layer.chunk_size,
         )
-        if not torch.compiler.is_compiling():
-            self._kernel, self._kernel_of = kernel, made_of
+        if not compiling:
+            layer.state.made["kernel"] = Made(kernel, [*own])
         return kernel
 
     def init_prepare_finalize(self, layer: ExpertLayer) -> None:
@@ -242,7 +215,8 @@ class FusedMoEMethodBase(ABC):
         prepare_finalize = self.maybe_make_prepare_finalize()
         if prepare_finalize is not None:
             experts = self.select_gemm_impl(prepare_finalize, layer)
-            layer.kernel = FusedMoEKernel(prepare_finalize, experts)
+            kernel = FusedMoEKernel(prepare_finalize, experts)
+            layer.state = replace(layer.state, kernel=kernel)
 
     def select_gemm_impl(
         self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: ExpertLayer
@@ -252,7 +226,7 @@ class FusedMoEMethodBase(ABC):
         They hold the layer's current parameters: call this after loading and moving.
         """
         config = self.get_fused_moe_quant_config(layer)
-        config = _unquantized_config(layer) if config is None else config
+        config = stored_config(UNQUANTIZED, layer._parameters) if config is None else config
         if prepare_finalize.activation_format is FusedMoEActivationFormat.Standard:
             return TritonExperts(layer.moe_config, config)
         max_num_tokens = prepare_finalize.max_num_tokens_per_rank()
@@ -261,15 +235,13 @@ class FusedMoEMethodBase(ABC):
         )
 
 
-def shared_experts_of(
-    layer: ExpertLayer, kernel: FusedMoEKernel | None
-) -> Callable[[Tensor], Tensor] | None:
-    """Return the shared experts of the layer or of its ``kernel``; each token goes to them once.
+def shared_experts_of(layer: ExpertLayer) -> Callable[[Tensor], Tensor] | None:
+    """Return the shared experts of the layer or of its kernel; each token goes to them once.
 
     Raises:
         ValueError: the layer and its kernel have different ones.
     """
-    own = layer.shared_experts
+    own, kernel = layer.shared_experts, layer.state.kernel
     beside = None if kernel is None else kernel.shared_experts
     if own is None:
         return beside
@@ -293,12 +265,9 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self._config: FusedMoEQuantConfig | None = None
-        self._made_of: list[Tensor | None] = []
-        self._has_global_scales = False
         self._warned = False
 
-    def process_weights_after_loading(self, layer: ExpertLayer) -> None:
+    def finished(self, stage: Stage) -> Stage:
         """Check that global and static scales are positive and finite, and share the static scale.
 
         A static scale is one number for the input of all experts: the largest of theirs. The scales
@@ -306,10 +275,10 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         Weights are packed where kernels read the packed form fast, and MXFP4 is held as fp8 where
         that is exact and fast: see `FusedMoE.pack_` and `FusedMoE.as_fp8_`.
         """
-        for name, spec in parameter_specs(layer.sizes).items():
+        for name, spec in parameter_specs(stage.state.sizes).items():
             if spec.kind not in ("global_scale", "input_scale"):
                 continue
-            scale = getattr(layer, name).data
+            scale = stage.parameters[name].data
             good = (scale.isfinite() & (scale > 0)).view(len(scale), -1).all(1)
             if not good.all():
                 expert = int((~good).nonzero()[0])
@@ -318,76 +287,21 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
                     f"expert {expert}"
                 )
             if spec.kind == "input_scale":
-                scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
-        layer.given_scales.clear()
-        convert_for_device(cast(HoldsExperts, layer))
-        layer.renew_slots()
+                scale.fill_(scale.amax().clamp(min=stage.state.given_scales.largest(name)))
+        stage.state.given_scales.clear()
+        return in_forms_for_device(stage)
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
         """Return the same object as long as the layer has the same parameters.
 
         The first eager call warns if nothing was loaded into the layer.
         """
-        own = layer._parameters
-        tensors: list[Tensor | None] = [own[name] for name in _CONFIG_PARAMETERS]
         if torch.compiler.is_compiling():  # the compiler traces how it is made
-            return _config(layer, tensors)
-        if self._config is None or not all(map(is_, tensors, self._made_of)):
-            self._config, self._made_of = _config(layer, tensors), tensors
-            self._warned = self._warned or warn_if_empty(tensors[:2])
-        return self._config
-
-    def stored_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
-        """Return the scheme and the scales of the parameters, which may be empty."""
-        return _config(layer, [layer._parameters[name] for name in _CONFIG_PARAMETERS])
-
-    def create_weights(
-        self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
-    ) -> None:
-        """Register the parameters as the base class does."""
-        super().create_weights(layer, sizes, device)
-        kinds = {spec.kind for spec in parameter_specs(sizes).values()}
-        self._has_global_scales = "global_scale" in kinds
-
-    def forget(self) -> None:
-        """Drop the configuration; the next call makes a new one."""
-        super().forget()
-        self._config, self._made_of = None, []
-
-    def uses_weight_scale_2_pattern(self) -> bool:
-        """Whether the scheme's weights have a global scale, whose name is ``weight_scale_2``."""
-        return self._has_global_scales
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is derived from parameters: a copy derives it from its own."""
-        return {**super().__getstate__(), "_config": None, "_made_of": []}
-
-
-_CONFIG_PARAMETERS = tuple(
-    f"{w}_{SUFFIX[kind]}"
-    for kind in ("scale", "zero_point", "global_scale", "channel_scale", "input_scale")
-    for w in ("w13", "w2")
-)
-
-
-def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
-    w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
-    quant = layer.scheme.activation
-    kind = "gscale" if quant is not None and quant.global_scale else "scale"
-    input_scales = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
-    return FusedMoEQuantConfig(
-        layer.scheme,
-        w1_scale=w1,
-        w2_scale=w2,
-        w1_zp=w1_zp,
-        w2_zp=w2_zp,
-        w1_gscale=w1_gscale,
-        w2_gscale=w2_gscale,
-        g1_alphas=g1_alphas,
-        g2_alphas=g2_alphas,
-        **input_scales,
-    )
-
-
-def _unquantized_config(layer: ExpertLayer) -> FusedMoEQuantConfig:
-    return FusedMoEQuantConfig(UNQUANTIZED, w1_bias=layer.w13_bias, w2_bias=layer.w2_bias)
+            return stored_config(layer.state.sizes.scheme, layer._parameters)
+        made, own = layer.state.made.get("config"), layer._parameters.values()
+        if made is not None and all(map(is_, own, made.parameters)):
+            return cast(FusedMoEQuantConfig, made.value)
+        config = stored_config(layer.state.sizes.scheme, layer._parameters)
+        layer.state.made["config"] = Made(config, [*own])
+        self._warned = self._warned or warn_if_empty((config.w1_scale, config.w2_scale))
+        return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,33 +16,29 @@ from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
 from moe_ops.inspect.warmup import Variants, run_variants
 from moe_ops.layer.adapters import adapters_of
+from moe_ops.layer.host_memory import residency_of_new
 from moe_ops.layer.methods import (
-    FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
     UnquantizedFusedMoEMethod,
     shared_experts_of,
 )
 from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
-from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.rank_checks import check_call, compare_ranks, option_facts, rank_group_of
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
-from moe_ops.layer.state import SchemeState
-from moe_ops.layer.streaming import StreamsWeights
-from moe_ops.loading.given import GivenScales
-from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
-from moe_ops.parallel.eplb_state import LayerEplbState
+from moe_ops.layer.state_dict import KeepsStateDict
+from moe_ops.layer.weight_loader import LoadsWeights
+from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
-from moe_ops.scheme import UNQUANTIZED, as_scheme
 
 
 @takes_options
-class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
+class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
     """The routed experts of a layer; the router's linear layer belongs to the caller.
 
     ``w13_weight (El, 2I, H)`` holds gate rows, then up rows (alternating for an interleaved
@@ -103,52 +100,32 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         super().__init__()
         chosen = FusedMoEOptions.of(options)
         chosen.check(num_experts, top_k, hidden_size, intermediate_size)
-        kind, self.activation = kind_and_key(chosen.activation)
-        self.num_experts, self.top_k = num_experts, top_k
-        self.intermediate_size, self.model_hidden_size = intermediate_size, hidden_size
+        self.activation = kind_and_key(chosen.activation)[1]
         self.renormalize, self.scoring_func = chosen.renormalize, chosen.scoring_func
         self.apply_router_weight_on_input = chosen.apply_router_weight_on_input
         self.reduce_results, self.enable_eplb = chosen.reduce_results, chosen.enable_eplb
-        self.chunk_size, self.batch_invariant = chosen.chunk_size, chosen.batch_invariant
+        self.chunk_size, self.shared_expert_gate = chosen.chunk_size, chosen.shared_expert_gate
         self.prefix, self.expert_mapping = chosen.prefix, chosen.expert_mapping
-        self.moe_parallel_config = parallel = chosen.parallel_config()
-        self.exchanges_tokens, self.is_spread = parallel.exchanges_tokens, parallel.layer_size > 1
-        self.option_facts, self.ranks_agree = option_facts(chosen), not self.is_spread
-        self.placement = chosen.placement(parallel, num_experts)
-        self.global_num_experts = len(self.placement.row)
-        self.rank_group = rank_group_of(self, chosen.tp_group)
-        dtype = chosen.params_dtype or torch.get_default_dtype()
-        # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
-        self.checkpoint_scheme = as_scheme(chosen.scheme or UNQUANTIZED)
-        self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
-        self.sizes = LayerSizes(
-            self.placement.num_local_experts,
-            self.hidden_size,
-            intermediate_size,
-            self.checkpoint_scheme,
-            kind.is_gated,
-            kind.is_interleaved,
-            chosen.has_bias,
-            dtype,
-        )
-        if parallel.tp_size > 1 or not self.sizes.mixes_rows:  # which can be filled, not loaded
-            self.sizes = self.aligned_sizes()
-        self.given_scales = GivenScales()
-        quantized = self.checkpoint_scheme.weight is not None
+        self.option_facts = option_facts(chosen)
+        state = chosen.new_state(num_experts, top_k, hidden_size, intermediate_size)
+        quantized = state.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
-        self.quant_method: FusedMoEMethodBase = method()
-        self.quant_method.create_weights(self, self.sizes, self._device_of_new(chosen))
+        self.state = replace(residency_of_new(state, chosen), quant_method=method())
+        parallel, self.hidden_size = state.parallel, state.sizes.hidden_size
+        self.exchanges_tokens, self.is_spread = parallel.exchanges_tokens, parallel.layer_size > 1
+        self.rank_group = rank_group_of(parallel, chosen)
+        self.global_num_experts = len(state.placement.row)
+        device = chosen.device if self.resident_experts is None else "meta"  # see `_begin`
+        self.quant_method.create_weights(self, state.sizes, device)
         add_gate(self, chosen)
         self.register_buffer("e_score_correction_bias", chosen.e_score_correction_bias)
         self.register_buffer("hash_indices_table", chosen.hash_indices_table)
-        expert_map = self.placement.expert_map(chosen.device)
+        expert_map = state.placement.expert_map(chosen.device)
         self.register_buffer("expert_map", expert_map, persistent=False)
         self.register_buffer("w13_input_order", None)
-        self.kernel = None
         self.routing = chosen.routing(self.global_num_experts)
         self.num_logits = num_experts + chosen.zero_expert_num
         self.routes_plainly, self.shared_experts = chosen.routes_plainly(), chosen.shared_experts
-        self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
             self.quant_method.exchange = self._exchange_of(chosen, num_experts)
         self._begin()
@@ -228,16 +205,15 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
             is_padding, input_ids, topk_ids = token_arguments(
                 hidden_states, tokens, is_padding, input_ids, num_unpadded_tokens, topk_ids
             )
-        kernel = self.kernel
         if self.is_spread:
-            self._check_ranks(tokens, kernel)
+            self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        shared_experts = self.shared_experts if kernel is None else shared_experts_of(self, kernel)
-        shared_input = shared_experts_input
+        own, shared_input = self.shared_experts, shared_experts_input
+        shared_experts = own if self.state.kernel is None else shared_experts_of(self)
         if shared_input is None:
             shared_input = hidden_states
-        in_kernel = shared_experts is not None and kernel is not None
+        in_kernel = shared_experts is not None and self.state.exchange is not None
         # Kernels that exchange tokens cut them into chunks after the exchange: ranks may need
         # different numbers of chunks.
         whole = self.chunk_size is None or self.exchanges_tokens
@@ -265,11 +241,13 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _check_ranks(self, tokens: Tensor, kernel: Any) -> None:
+    def _check_ranks(self, tokens: Tensor) -> None:
         """Check a call of a layer over several ranks: see `moe_ops.layer.rank_checks`."""
         check_call(self, tokens)
-        if self.exchanges_tokens and not kernel.output_is_reduced():
-            _refuse_kernel_without_exchange(kernel)
+        if self.exchanges_tokens:
+            kernel = self.kernel
+            if kernel is not None and not kernel.output_is_reduced():
+                _refuse_kernel_without_exchange(kernel)
 
     def forward_impl(
         self,
@@ -367,14 +345,14 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         inputs = (tokens, weights, ids)
         more: dict[str, Any] = {} if lora is None else {"lora": lora}
         if shared_experts_input is None:
-            out = self.quant_method.apply(self, *inputs, **more)
+            out = self.state.quant_method.apply(self, *inputs, **more)
         else:
-            shared, out = self.quant_method.apply(self, *inputs, shared_experts_input, **more)
+            shared, out = self.state.quant_method.apply(self, *inputs, shared_experts_input, **more)
         if self.enable_eplb:
             out = self.refuse_training(out)
         if width != self.hidden_size:
             out = out[:, :width].contiguous()
-        parallel = self.moe_parallel_config
+        parallel = self.state.parallel
         first = parallel.tp_rank == 0 and parallel.ep_rank == 0
         if zero is not None and (first or self.must_reduce_shared_expert_outputs()):
             out = out + zero
@@ -390,7 +368,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
 
     def must_reduce_shared_expert_outputs(self) -> bool:
         """Whether the kernel has summed the routed result over ranks; shared results are not."""
-        return self.kernel is not None and self.kernel.output_is_reduced()
+        exchange = self.state.exchange
+        return exchange is not None and exchange.output_is_reduced()
 
     def maybe_all_reduce_tensor_model_parallel(self, final_hidden_states: Tensor) -> Tensor:
         """Sum over the layer's ranks, unless the kernel has done so.

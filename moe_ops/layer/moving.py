@@ -7,6 +7,7 @@ the numbers in ``expert_map``, and the ``weight_loader`` of each parameter.
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,21 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from moe_ops import checks
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.forms import convert
-from moe_ops.layer.host_memory import fill_store
+from moe_ops.layer.host_memory import (
+    moved_on_host,
+    new_on_host,
+    on_device,
+    on_host,
+    reason_against,
+)
 from moe_ops.layer.initial import initialize
-from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.parameters import parameter_specs
-from moe_ops.layer.rank_checks import check_sharded
-from moe_ops.layer.weight_loader import WeightLoading
+from moe_ops.layer.rank_checks import check_own_weights, check_sharded
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import LayerState
 from moe_ops.loading.names import SHARED_GATE
 from moe_ops.scheme import is_packed
 
@@ -31,18 +39,15 @@ CAST_UNQUANTIZED = (*CAST, "w13_weight", "w2_weight")
 """Parameters that ``.to(dtype)`` casts in an unquantized layer."""
 
 
-class KeepsBits(WeightLoading):
+class KeepsBits(ExpertLayer):
     """A layer whose stored values and router tensors keep their dtypes when it is cast."""
-
-    quant_method: FusedMoEMethodBase
 
     def _begin(self) -> None:
         """Fill the parameters of a new layer."""
-        if self.resident_experts is not None and self.compute_device.type != "meta":
-            fill_store(self, self.resident_experts, self.compute_device)
-        seed = initialize(self)
-        self.renew_slots()
-        self.initial_seed = seed
+        device = self.compute_device
+        if self.resident_experts is not None and device.type != "meta":
+            self.take(new_on_host(self.stage(), device))
+        self._filled(initialize(self))
 
     def reset_parameters(self) -> None:
         """Set parameters and buffers to what they hold before a checkpoint is loaded.
@@ -68,8 +73,12 @@ class KeepsBits(WeightLoading):
             init.zeros_(self.shared_expert_gate_weight)
         self.w13_input_order = None
         self._fill_expert_map()
+        self._filled(seed)
+
+    def _filled(self, seed: int | None) -> None:
+        """Renew the slots of a layer that holds nothing but the numbers of a seed."""
         self.renew_slots()
-        self.initial_seed = seed
+        self.state = replace(self.state, initial_seed=seed)
 
     def _refill(self, seed: int | None = None) -> int | None:
         """Fill the parameters like a new layer's; return the seed, see `initialize`."""
@@ -80,12 +89,12 @@ class KeepsBits(WeightLoading):
                 init.constant_(param, fill) if fill else init.zeros_(param)
         return initialize(self, seed)
 
-    def _empty_again(self, seed: int) -> None:
-        """Undo what was written into a new layer, whose ``initial_seed`` was ``seed``."""
+    def _empty_again(self, before: LayerState) -> None:
+        """Undo what was written into a new layer, whose state was ``before``."""
         convert(self, {})
-        self._refill(seed)
-        self.renew_slots()
-        self.initial_seed = seed
+        self._refill(before.initial_seed)
+        self._filled(before.initial_seed)
+        self.state = replace(self.state, given_scales=before.given_scales)
 
     def _fill_expert_map(self) -> None:
         """Write this rank's numbers into the buffer, which keeps its address."""
@@ -98,12 +107,6 @@ class KeepsBits(WeightLoading):
         super().register_parameter(name, param)
         if name != SHARED_GATE:
             attach_loader(self, param)
-
-    def _attach_loaders(self) -> None:
-        """Give the parameters of experts a ``weight_loader``; a gate has none, like a router."""
-        for name, param in self._parameters.items():
-            if name != SHARED_GATE:
-                attach_loader(self, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set as `nn.Module` does; fill new memory of ``expert_map`` (from ``from_pretrained``).
@@ -125,28 +128,30 @@ class KeepsBits(WeightLoading):
         quantized = self.sizes.scheme.weight is not None
         kept = self._kept(CAST if quantized else CAST_UNQUANTIZED)
 
-        on_host = {} if self.resident_experts is None else self._apply_on_host(fn, kept)
+        state, kept_there, is_meta = self.state, dict[int, Tensor](), self.w13_weight.is_meta
+        if state.resident_experts is not None:
+            at = torch.device("meta") if is_meta else self.compute_device
+            probe = fn(torch.empty(0, dtype=state.sizes.dtype, device=at))
+            kept_there = moved_on_host(self.stage(), probe, kept)
+            state = replace(state, device=probe.device)
 
         def moved(x: Tensor) -> Tensor:
-            if id(x) in on_host:
-                return on_host[id(x)]
+            if id(x) in kept_there:
+                return kept_there[id(x)]
             if id(x) not in kept:
                 return fn(x)
             stored = x.data.contiguous()  # `.to(dtype)` leaves integers alone
             return fn(stored.view(torch.uint8)).view(stored.dtype)
 
         expert_map = self._buffers.get("expert_map")
-        seed = None if self.w13_weight.is_meta else self.initial_seed
-        dtype = self.sizes.dtype
         super()._apply(moved, recurse=False)
-        self.sizes = self.sizes.with_dtype(self.w13_weight.dtype)
+        sizes = state.sizes.with_dtype(self.w13_weight.dtype)
         if self._buffers.get("expert_map") is not expert_map:  # `to_empty` leaves it undefined
             self._fill_expert_map()
-        self._attach_loaders()
-        self.quant_method.forget()
+        self.take(Stage(replace(state, sizes=sizes), self._parameters))
         self.renew_slots()
-        if self.sizes.dtype == dtype and not self.w13_weight.is_meta:
-            self.initial_seed = seed
+        if sizes.dtype == state.sizes.dtype and not (is_meta or self.w13_weight.is_meta):
+            self.state = replace(self.state, initial_seed=state.initial_seed)
         return self
 
     def _kept(self, cast: Container[str]) -> set[int]:
@@ -165,27 +170,18 @@ class KeepsBits(WeightLoading):
             else x
             for name, x in self._parameters.items()
         }
-        return {**self.__dict__, "_parameters": parameters, "host_experts": None}
-
-    def __copy__(self) -> KeepsBits:
-        """Return a layer with the same parameters, and the same slots if it has some."""
-        copied = self.__class__.__new__(self.__class__)
-        copied._restore(self.__getstate__())
-        copied.host_experts = self.host_experts
-        return copied
+        state = replace(self.state, host_experts=None)
+        return {**self.__dict__, "_parameters": parameters, "state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore 8-bit floats and give each parameter its ``weight_loader``; make new slots."""
-        self._restore(state)
-        self.renew_slots()
-
-    def _restore(self, state: dict[str, Any]) -> None:
         parameters = {
             name: nn.Parameter(x.data.view(x.dtype), False) if isinstance(x, _Bytes) else x
             for name, x in state["_parameters"].items()
         }
         super().__setstate__({**state, "_parameters": parameters})
-        self._attach_loaders()
+        self.take(self.stage())
+        self.renew_slots()
 
 
 def _packed_fill(byte: float) -> int:
@@ -196,3 +192,23 @@ def _packed_fill(byte: float) -> int:
 class _Bytes(NamedTuple):
     data: Tensor
     dtype: torch.dtype
+
+
+def offload(layer: ExpertLayer, resident: int, device: torch.device | None = None) -> None:
+    """Move a layer's experts to host memory, ``resident`` of which its device holds.
+
+    All of the rank's experts or more: they go (back) to the device. An error leaves the layer as it
+    was. Parameters no longer require grad.
+
+    Args:
+        layer: its parameters hold memory.
+        resident: the number of experts on the device.
+        device: the device on which experts run; None: the layer's own.
+    """
+    reason = reason_against(layer.state)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    check_own_weights(layer)
+    stage, device = layer.stage(), device or layer.compute_device
+    on_all = resident >= layer.sizes.num_experts
+    layer.take(on_device(stage, device) if on_all else on_host(stage, resident, device))

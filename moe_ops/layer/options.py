@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any
 from warnings import warn
 
@@ -12,9 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
-from moe_ops.activation import Activation, MoEActivation
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.brief import brief
-from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
+from moe_ops.layer.partition import LayerSizes, aligned_sizes
+from moe_ops.layer.state import ExpertPlacement, LayerState
+from moe_ops.parallel import (
+    FusedMoEParallelConfig,
+    determine_expert_map,
+    maybe_roundup_hidden_size,
+)
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
 from moe_ops.pipeline.row_spaces import check_batch_invariant
@@ -348,6 +353,39 @@ class FusedMoEOptions:
             config, sp_size=sp_size, enable_eplb=self.enable_eplb, all2all_backend=backend
         )
 
+    def new_state(
+        self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
+    ) -> LayerState:
+        """Return the state of a new layer with these sizes, whose experts are on its device."""
+        parallel, kind = self.parallel_config(), kind_and_key(self.activation)[0]
+        placement = self.placement(parallel, num_experts)
+        dtype = self.params_dtype or torch.get_default_dtype()
+        scheme = as_scheme(self.scheme or UNQUANTIZED)
+        sizes = LayerSizes(
+            placement.num_local_experts,
+            maybe_roundup_hidden_size(hidden_size, dtype, None, parallel),
+            intermediate_size,
+            scheme,
+            kind.is_gated,
+            kind.is_interleaved,
+            self.has_bias,
+            dtype,
+        )
+        if parallel.tp_size > 1 or not sizes.mixes_rows:  # which can be filled, not loaded
+            sizes = aligned_sizes(sizes, intermediate_size, parallel.tp_size)
+        return LayerState(
+            num_experts,
+            top_k,
+            hidden_size,
+            intermediate_size,
+            sizes,
+            scheme,
+            placement,
+            parallel,
+            self.batch_invariant,
+            ranks_agree=parallel.layer_size == 1,
+        )
+
     def routing(self, global_num_experts: int) -> dict[str, Any]:
         """Return the arguments of `select_experts` that are the same in every call."""
         return {
@@ -410,41 +448,3 @@ def against_host_memory(enable_eplb: bool, parallel: FusedMoEParallelConfig) -> 
             f"dp_size = {parallel.dp_size} and sp_size = {parallel.sp_size}"
         )
     return None
-
-
-@dataclass(frozen=True)
-class ExpertPlacement:
-    """Where experts are. The ids that the experts' kernels get are those of physical experts."""
-
-    logical: tuple[int, ...]
-    """The logical expert that each physical one holds; shared experts come after E; -1: none."""
-    row: tuple[int, ...]
-    """The row of each physical expert in this rank's parameters; -1: another rank has it."""
-    is_shared_out: bool
-    """Whether other ranks hold experts that this rank does not."""
-
-    @property
-    def num_local_experts(self) -> int:
-        """Number of rows of the parameters."""
-        return sum(row >= 0 for row in self.row)
-
-    @cached_property
-    def rows(self) -> dict[int, list[int]]:
-        """The rows of this rank that hold each logical expert."""
-        rows: dict[int, list[int]] = {expert: [] for expert in self.logical if expert >= 0}
-        for expert, row in zip(self.logical, self.row, strict=True):
-            if row >= 0 and expert >= 0:
-                rows[expert].append(row)
-        return rows
-
-    @property
-    def experts(self) -> list[int]:
-        """The logical expert that each row of this rank holds; -1: none."""
-        pairs = zip(self.row, self.logical, strict=True)
-        return [expert for _, expert in sorted(pair for pair in pairs if pair[0] >= 0)]
-
-    def expert_map(self, device: torch.device | str | None) -> Tensor | None:
-        """Return int32 ``(physical,)``, or None if this rank holds all experts."""
-        if not self.is_shared_out:
-            return None
-        return torch.tensor(self.row, dtype=torch.int32, device=device)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX
-from moe_ops.scheme import WHOLE, Quant
+from moe_ops.scheme import WHOLE, FusedMoEQuantConfig, Quant, Scheme
 
 
 class FusedMoeWeightScaleSupported(Enum):
@@ -110,3 +110,21 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
     activation = sizes.scheme.activation
     if activation is not None and (activation.static or activation.global_scale):
         yield spec("input_scale", (), torch.float32, torch.nan)
+
+
+CONFIG_KINDS = ("scale", "zero_point", "global_scale", "channel_scale", "bias")
+"""Kinds of the parameters that a `FusedMoEQuantConfig` holds, without input scales."""
+
+
+def stored_config(scheme: Scheme, parameters: Mapping[str, Any]) -> FusedMoEQuantConfig:
+    """Return the scheme, the scales and the biases of parameters by name, which may be empty."""
+    activation = scheme.activation
+    of_input = "gscale" if activation is not None and activation.global_scale else "scale"
+    tensors: dict[str, Any] = {}
+    for i, which in enumerate(("w13", "w2"), 1):
+        names = (f"w{i}_scale", f"w{i}_zp", f"w{i}_gscale", f"g{i}_alphas", f"w{i}_bias")
+        for name, kind in zip(names, CONFIG_KINDS, strict=True):
+            tensors[name] = parameters[f"{which}_{SUFFIX[kind]}"]
+        scale = parameters[f"{which}_{SUFFIX['input_scale']}"]
+        tensors[f"a{i}_{of_input}"] = None if scale is None else scale[:1]
+    return FusedMoEQuantConfig(scheme, **tensors)

@@ -9,6 +9,7 @@ import torch
 
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.scheme import WHOLE, Group, Scheme, refusal, scheme_of
+from moe_ops.scheme.packed import splits_chunks
 
 SMALLEST_REFINED = 32
 """Smallest size to which blocks are refined. Below it the axis is padded instead."""
@@ -44,6 +45,11 @@ class LayerSizes:
     def rows(self) -> int:
         """Rows of ``w13`` per expert."""
         return self.intermediate_size * (2 if self.gated else 1)
+
+    @property
+    def splits_chunks(self) -> bool:
+        """Whether the packed form of ``w13`` is not read: see `moe_ops.scheme.packed`."""
+        return splits_chunks(self.rows, gated=self.gated, interleaved=self.interleaved)
 
     @property
     def weights(self) -> dict[str, tuple[int, int]]:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_ops.layer.forms import PLAIN
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.router_tensors import RouterTensors
-from moe_ops.layer.state import STATE, stored_as
-from moe_ops.layer.weight_loader import WeightLoading
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import PLAIN
+from moe_ops.layer.state_dict import STATE, stored_as
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
 from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized
@@ -38,19 +39,23 @@ class Placing:
     """Puts tensors into a layer that is being filled, and keeps track of them.
 
     Args:
-        layer: the layer, whose parameters are overwritten.
+        layer: the layer.
+        stage: the state and the parameters that are filled; rows hold what its placement says.
         layout: what shapes do not say.
         quantize: whether weights are plain, to be quantized to the layer's scheme.
     """
 
-    def __init__(self, layer: WeightLoading, layout: CheckpointLayout, *, quantize: bool) -> None:
-        self.layer, self.layout, self.quantize = layer, layout, quantize
+    def __init__(
+        self, layer: ExpertLayer, stage: Stage, layout: CheckpointLayout, *, quantize: bool
+    ) -> None:
+        self.layer, self.stage, self.layout, self.quantize = layer, stage, layout, quantize
+        self.state = stage.state
         self.plain_weights: list[str] = []
         """Names of plain weights, where the layer is quantized."""
-        self.specs = parameter_specs(layer.sizes)
+        self.specs = parameter_specs(self.state.sizes)
         self.router = RouterTensors(layer)
         self.has_shared = bool(layer.routing["num_fused_shared_experts"])
-        self.saved = layer.saved_sizes()
+        self.saved = self.state.saved_sizes()
         """The sizes that a saved layer has."""
         self.is_saved: bool | None = None
         """Whether tensors by the layer's own names have these sizes; None: not known yet."""
@@ -105,8 +110,8 @@ class Placing:
 
     def missing(self) -> Iterator[Part]:
         """Yield the parts that this rank needs and did not get: input scales for all experts."""
-        gate_and_up = ("w1", "w3") if self.layer.sizes.gated else ("w1",)
-        experts = self.layer.placement.rows
+        gate_and_up = ("w1", "w3") if self.state.sizes.gated else ("w1",)
+        experts = self.state.placement.rows
         for spec in self.specs.values():
             for expert, rows in experts.items():
                 if not rows and spec.kind != "input_scale":
@@ -160,25 +165,25 @@ class Placing:
 
     def _own_shard(self, piece: Piece) -> Piece:
         """Without a gate, the up projection is the whole first weight."""
-        if self.layer.sizes.gated or piece.shard == "w2":
+        if self.state.sizes.gated or piece.shard == "w2":
             return piece
         return piece._replace(shard="w1")
 
     def _experts(self, piece: Piece) -> list[int]:
         """Return the logical experts that a tensor belongs to."""
         if piece.is_shared:
-            first = self.layer.num_experts
+            first = self.state.num_experts
             return [*range(first, first + self.layer.routing["num_fused_shared_experts"])]
-        return [piece.expert] if piece.expert is not None else [*range(self.layer.num_experts)]
+        return [piece.expert] if piece.expert is not None else [*range(self.state.num_experts)]
 
     def _claim(self, entry: Entry, piece: Piece) -> bool:
         """Note which parts a tensor is for; return whether this rank must read it."""
         spec, experts = self._spec(piece), self._experts(piece)
-        if spec is None or experts[-1] not in self.layer.placement.rows:
+        if spec is None or experts[-1] not in self.state.placement.rows:
             self.unexpected.append(entry.name)
             return False
         shards = ("w1", "w3") if piece.shard == "w13" else (piece.shard,)
-        is_local = any(map(self.layer.rows_of, experts))
+        is_local = any(map(self.stage.rows_of, experts))
         kinds = self._kinds(entry, piece) if is_local else (piece.kind,)
         fields = [self._spec(piece._replace(kind=kind)) for kind in kinds]
         parts = [
@@ -195,7 +200,7 @@ class Placing:
 
     def _kinds(self, entry: Entry, piece: Piece) -> tuple[str, ...]:
         """Return the kinds of parameters that a tensor fills: several if some are derived."""
-        quant = self.layer.checkpoint_scheme.weight
+        quant = self.state.checkpoint_scheme.weight
         if self.quantize and quant is not None and piece.kind == "weight":
             return kinds_of(quant)
         derives = piece.kind == "scale" and has_plain_scales("scale", entry.read(), quant)
@@ -218,7 +223,7 @@ class Placing:
 
         Scales may be transposed beside weights that are not. Square ones are as the weights.
         """
-        if not may_be_transposed(piece, self.layer.checkpoint_scheme.weight):
+        if not may_be_transposed(piece, self.state.checkpoint_scheme.weight):
             return False
         n, k = matrix_shape(piece, self._form(piece), is_plain=self.quantize)
         shape, of_weights = tuple(entry.read().shape[1:]), self.layout.transposed
@@ -237,18 +242,18 @@ class Placing:
 
     def _differs_when_saved(self) -> bool:
         """Whether a saved layer has other blocks or another I than its checkpoint."""
-        sizes, layer = self.saved, self.layer
-        same_width = sizes.intermediate_size == layer.intermediate_size
-        return not (same_width and sizes.scheme == layer.checkpoint_scheme)
+        sizes, state = self.saved, self.state
+        same_width = sizes.intermediate_size == state.intermediate_size
+        return not (same_width and sizes.scheme == state.checkpoint_scheme)
 
     def _form(self, piece: Piece) -> Form:
         spec = self._spec(piece)
         if spec is None:
             raise ValueError("no parameter takes it")
-        form = self.layer.form(spec, piece.shard, self.layout)
+        form = self.stage.form(spec, piece.shard, self.layout)
         if piece.is_saved:
             n, k = self.saved.weights["w13" if spec.is_w13 else "w2"]
-            hidden = self.layer.model_hidden_size
+            hidden = self.state.model_hidden_size
             sizes = (n, hidden) if spec.is_w13 else (hidden, k)
             return form._replace(n=sizes[0], k=sizes[1], quant=self.saved.scheme.weight)
         if not piece.is_shared:
@@ -262,18 +267,18 @@ class Placing:
 
     def _width(self) -> int:
         """I of an expert on all ranks together."""
-        return self.layer.form(self.specs["w2_weight"], "w2", self.layout).k
+        return self.stage.form(self.specs["w2_weight"], "w2", self.layout).k
 
     def _place(self, entry: Entry, piece: Piece) -> None:
         self._put(entry, piece)
         self.loaded.append(entry.name)
-        quant = self.layer.checkpoint_scheme.weight
+        quant = self.state.checkpoint_scheme.weight
         if quant is not None and sortable(quant):
             self._placed.append((entry, piece))
 
     def _put(self, entry: Entry, piece: Piece) -> None:
         """Read a tensor and copy it to the rows of its experts."""
-        x, layer, experts = entry.read(), self.layer, self._experts(piece)
+        x, stage, experts = entry.read(), self.stage, self._experts(piece)
         piece = piece._replace(is_saved=bool(self.is_saved) and self._is_own(entry))
         of_all = piece.expert is None and not piece.is_shared
         if of_all:
@@ -281,11 +286,11 @@ class Placing:
         if self._is_transposed(entry, piece):
             x = x.transpose(-1, -2)
         for i, expert in enumerate(experts):
-            if not layer.rows_of(expert) and piece.kind != "input_scale":
+            if not stage.rows_of(expert) and piece.kind != "input_scale":
                 continue
             one = x[i] if of_all else x
             if piece.kind != "input_scale":  # which the host reads
-                one = one.to(layer.w13_weight.device)
+                one = one.to(stage.parameters["w13_weight"].device)
             share = (i, len(experts)) if piece.is_shared else (0, 1)
             try:
                 self._put_expert(one, piece, expert, share)
@@ -307,7 +312,7 @@ class Placing:
             self._put_quantized(x, piece, expert, share)
             return
         stored = [(piece, x)]
-        if has_plain_scales(piece.kind, x, self.layer.checkpoint_scheme.weight):
+        if has_plain_scales(piece.kind, x, self.state.checkpoint_scheme.weight):
             derived = channel_scales(x)
             stored = [(piece._replace(kind=k, suffix=suffix), part) for k, suffix, part in derived]
         for of, tensor in stored:
@@ -319,17 +324,17 @@ class Placing:
 
     def _put_quantized(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
         """Quantize plain projections as a whole, in the layer's dtype, and copy them."""
-        layer, scheme = self.layer, self.layer.checkpoint_scheme
-        form = self._form(piece)._replace(dtype=layer.sizes.dtype, quant=None, own=None)
+        sizes, scheme = self.state.sizes, self.state.checkpoint_scheme
+        form = self._form(piece)._replace(dtype=sizes.dtype, quant=None, own=None)
         width = self._width()
         whole = {
-            shard: shared_part(part, "weight", shard, share, width, None).to(layer.sizes.dtype)
+            shard: shared_part(part, "weight", shard, share, width, None).to(sizes.dtype)
             for shard, part in self._shards(x, piece, form)
         }
-        for shard, kind, suffix, part in quantized(whole, scheme, layer.sizes.interleaved):
+        for shard, kind, suffix, part in quantized(whole, scheme, sizes.interleaved):
             spec = self._spec(piece._replace(kind=kind))
             if spec is not None:
-                form = layer.form(spec, shard, self.layout)
+                form = self.stage.form(spec, shard, self.layout)
                 self._copy(kind, shard, canonical(kind, part, suffix, form), expert)
 
     def _of_each(self, x: Tensor, piece: Piece, count: int) -> Tensor:
@@ -337,7 +342,7 @@ class Placing:
 
         One number for all experts, as ModelOpt stores scales of whole tensors, is that of each.
         """
-        quant = self.layer.checkpoint_scheme.weight
+        quant = self.state.checkpoint_scheme.weight
         per_tensor = piece.kind == "scale" and quant is not None and quant.per_tensor
         if x.numel() == 1 and (per_tensor or piece.kind in ("global_scale", "input_scale")):
             return x.reshape(1).expand(count)
@@ -350,31 +355,31 @@ class Placing:
         """Yield canonical projections: two for a tensor of gate and up, else one."""
         interleaved = self.layout.interleaved
         if interleaved is None:
-            interleaved = self.layer.sizes.interleaved
+            interleaved = self.state.sizes.interleaved
         if piece.shard == "w13":
             return zip(("w1", "w3"), halves(piece, x, form, interleaved), strict=True)
         return iter([(piece.shard, canonical(piece.kind, x, piece.suffix, form))])
 
     def _copy(self, kind: str, shard: str, x: Tensor, expert: int) -> None:
         spec = self.specs[f"{'w2' if shard == 'w2' else 'w13'}_{SUFFIX[kind]}"]
-        rows = self.layer.rows_of(expert)
+        rows = self.stage.rows_of(expert)
         if kind == "input_scale":
-            self.layer.take_input_scale(spec, x, shard, expert, rows)
+            self.stage.take_input_scale(spec, x, shard, expert, rows)
             return
         for row in rows:
-            self.layer.place(getattr(self.layer, spec.name), spec, x, shard, row)
+            self.stage.place(self.stage.parameters[spec.name], spec, x, shard, row)
 
     def _check_state(self, entry: Entry) -> None:
-        """Check a saved layer's entry ``_extra_state``: see `moe_ops.layer.state`.
+        """Check a saved layer's entry ``_extra_state``: see `moe_ops.layer.state_dict`.
 
         Raises:
             ValueError: the tensors are stored in another form than this layer's checkpoints, or are
                 packed, or their rows are not the experts in order.
         """
-        quant = None if self.quantize else self.layer.checkpoint_scheme.weight
+        quant = None if self.quantize else self.state.checkpoint_scheme.weight
         interleaved = self.layout.interleaved
         if interleaved is None:
-            interleaved = self.layer.sizes.interleaved
+            interleaved = self.state.sizes.interleaved
         stored = stored_as(entry.read())
         problem = stored.differs_from(quant, interleaved=interleaved)
         saved = None if self.quantize else self.saved.scheme.weight
@@ -387,7 +392,7 @@ class Placing:
                 f"FusedMoE.unpack_ converts), got the form {stored.form!r}"
             )
         try:
-            stored.rank.check_whole(self.layer)
+            stored.rank.check_whole(self.state)
         except ValueError as error:
             raise ValueError(f"{entry.name}: {error}") from None
 
@@ -395,8 +400,8 @@ class Placing:
         """Handle tensors without a parameter: some are redundant, some order columns."""
         if piece.kind == "input_scale":
             return  # the layer does not quantize tokens, or quantizes them dynamically
-        quant = self.layer.checkpoint_scheme.weight
-        if piece.kind == "bias" and self._experts(piece)[-1] in self.layer.placement.rows:
+        quant = self.state.checkpoint_scheme.weight
+        if piece.kind == "bias" and self._experts(piece)[-1] in self.state.placement.rows:
             self._check_zeros(entry, piece)
         elif piece.kind in ("g_idx", "input_order") and quant is not None:
             self._take_order(entry, piece)
@@ -409,31 +414,31 @@ class Placing:
 
     def _check_zeros(self, entry: Entry, piece: Piece) -> None:
         """Check the biases that GPTQ writes for projections without one."""
-        if any(map(self.layer.rows_of, self._experts(piece))) and bool(entry.read().any()):
+        if any(map(self.stage.rows_of, self._experts(piece))) and bool(entry.read().any()):
             raise ValueError("a layer without has_bias must be given biases of zeros, got others")
 
     def _take_order(self, entry: Entry, piece: Piece) -> None:
         """Note the groups of columns, or the order in which a saved layer has them."""
         experts = self._experts(piece)
-        if experts[-1] not in self.layer.placement.rows:
+        if experts[-1] not in self.state.placement.rows:
             self.unexpected.append(entry.name)
             return
         form = self._form(piece._replace(kind="weight"))
-        for expert in filter(self.layer.rows_of, experts):
+        for expert in filter(self.stage.rows_of, experts):
             x = entry.read()
             if piece.expert is None and not piece.is_shared:
                 x = x[expert] if len(x) > 1 else x[0]
             if piece.kind == "g_idx":
                 self.act_order.note(expert, piece.shard, x, form)
             else:
-                self.act_order.note_input(expert, x[: self.layer.model_hidden_size])
+                self.act_order.note_input(expert, x[: self.state.model_hidden_size])
 
     def _check_shape(self, entry: Entry, piece: Piece) -> None:
         """Check the size that compressed-tensors gives for a packed weight, without padding."""
-        if piece.expert is None or not self.layer.placement.rows.get(piece.expert):
+        if piece.expert is None or not self.state.placement.rows.get(piece.expert):
             return
         form, numbers = (
-            self.layer.form(self.specs["w2_weight"], piece.shard, self.layout),
+            self.stage.form(self.specs["w2_weight"], piece.shard, self.layout),
             entry.read(),
         )
         if numbers.numel() != 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_ops.layer.host_memory import leave_host_memory
 from moe_ops.layer.methods import QuantizedFusedMoEMethod
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.placing import Placing
-from moe_ops.loading.given import GivenScales
+from moe_ops.layer.stage import Stage
+from moe_ops.layer.state import LayerState
 from moe_ops.loading.names import LAYOUTS, SHARED_GATE
 from moe_ops.loading.sources import Entry
 from moe_ops.scheme import Scheme
@@ -74,10 +73,11 @@ def fill_quantized(
     rows: Mapping[int, int],
     input_scales: tuple[float, float] | None,
 ) -> None:
-    """Create the parameters of a layer's scheme, and quantize plain weights into them.
+    """Give a layer with a scheme new parameters, and quantize plain weights into them.
 
     The result is bit for bit that of `load_checkpoint` with ``quantize=True``. Experts are
     quantized one after the other: besides input and output, memory is needed for one projection.
+    A failure leaves the layer as it was.
 
     Args:
         layer: a layer with a scheme, whose parameters are replaced by new ones on the device of
@@ -89,16 +89,7 @@ def fill_quantized(
     Raises:
         ValueError: numbers that the scheme cannot hold, with the expert.
     """
-    layer.sizes = layer.aligned_sizes()
-    layer.quant_method.create_weights(layer, layer.sizes, plain.w1.device)
-    placing = Placing(layer, LAYOUTS["auto"], quantize=True)
-    for entry in plain.entries(rows, input_scales):
-        placing.take(entry, entry.name)
-    placing.finish()
-    wrong = [*placing.mismatched, *map(str, placing.missing())]
-    if wrong:
-        raise ValueError(f"weights must fit scheme {layer.checkpoint_scheme.name}, got {wrong[0]}")
-    layer.quant_method.process_weights_after_loading(layer)
+    _place_all(layer, layer.state, plain, rows, input_scales)
 
 
 def quantize_layer(
@@ -108,17 +99,37 @@ def quantize_layer(
 
     A failure leaves the layer as it was.
     """
-    stage = copy.copy(layer)
-    stage._parameters = {SHARED_GATE: layer._parameters.get(SHARED_GATE)}
-    stage.checkpoint_scheme, stage.sizes = scheme, replace(layer.sizes, scheme=scheme)
-    stage.placement, stage.given_scales = layer.held_placement(), GivenScales()
-    stage.quant_method = QuantizedFusedMoEMethod()
-    leave_host_memory(stage, layer.compute_device)
-    stage.quant_method.exchange = layer.quant_method.exchange
-    rows = {expert: held[0] for expert, held in stage.placement.rows.items() if held}
-    fill_quantized(stage, PlainExperts.of_layer(layer), rows, input_scales)
-    for name, param in stage._parameters.items():
-        layer.register_parameter(name, None if param is None else nn.Parameter(param.data, False))
-    layer.checkpoint_scheme, layer.sizes = scheme, stage.sizes
-    layer.quant_method, layer.given_scales = stage.quant_method, stage.given_scales
+    state, method = layer.stage().as_held().state, QuantizedFusedMoEMethod()
+    method.exchange = layer.quant_method.exchange
+    state = replace(
+        state,
+        sizes=replace(state.sizes, scheme=scheme),
+        checkpoint_scheme=scheme,
+        quant_method=method,
+    )
+    rows = {expert: held[0] for expert, held in state.placement.rows.items() if held}
+    _place_all(layer, state, PlainExperts.of_layer(layer), rows, input_scales)
+
+
+def _place_all(
+    layer: FusedMoE,
+    state: LayerState,
+    plain: PlainExperts,
+    rows: Mapping[int, int],
+    input_scales: tuple[float, float] | None,
+) -> None:
+    """Do what `fill_quantized` does, for a layer that gets the weights of this state."""
+    stage = Stage.new(replace(state, sizes=state.aligned_sizes()), plain.w1.device)
+    placing = Placing(layer, stage, LAYOUTS["auto"], quantize=True)
+    for entry in plain.entries(rows, input_scales):
+        placing.take(entry, entry.name)
+    placing.finish()
+    wrong = [*placing.mismatched, *map(str, placing.missing())]
+    if wrong:
+        raise ValueError(f"weights must fit scheme {state.checkpoint_scheme.name}, got {wrong[0]}")
+    stage = state.quant_method.finished(stage)
+    gate = layer.shared_expert_gate_weight
+    frozen = None if gate is None else nn.Parameter(gate.data, requires_grad=False)
+    layer._parameters.update(stage.parameters | {SHARED_GATE: frozen})
+    layer.take(Stage(layer.state.holding(stage.state), layer._parameters))
     layer.renew_slots()

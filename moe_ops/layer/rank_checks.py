@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -31,6 +31,7 @@ from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.options import OF_THE_CONFIG, FusedMoEOptions
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.loading.names import ROUTER_TENSORS
+from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.pipeline.exchange.base import is_capturing
 from moe_ops.pipeline.exchange.groups import RankGroup
@@ -50,17 +51,17 @@ _IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictiona
 """The layers that have been found right in each `DistributedDataParallel`."""
 
 
-def rank_group_of(layer: ExpertLayer, group: Any) -> RankGroup:
+def rank_group_of(parallel: FusedMoEParallelConfig, options: FusedMoEOptions) -> RankGroup:
     """Make the group of a layer, and check it if the layer communicates or a group is given.
 
     Raises:
         TypeError, ValueError: as `RankGroup.resolve`; a group that exists, of other ranks than
             those of the layer.
     """
-    ranks = RankGroup.of_layer(layer.moe_parallel_config, group)
-    sums = layer.is_spread and (layer.exchanges_tokens or layer.reduce_results)
-    if sums or group is not None:
-        ranks.check("tp_group", layer.moe_parallel_config)
+    ranks = RankGroup.of_layer(parallel, options.tp_group)
+    sums = parallel.exchanges_tokens or options.reduce_results
+    if (sums and parallel.layer_size > 1) or options.tp_group is not None:
+        ranks.check("tp_group", parallel)
     return ranks
 
 
@@ -75,7 +76,7 @@ def check_call(layer: ExpertLayer, tokens: Tensor) -> None:
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None:
         check_replicas(layer, wrapper)
-    if not layer.ranks_agree and (layer.exchanges_tokens or layer.reduce_results):
+    if not layer.state.ranks_agree and (layer.exchanges_tokens or layer.reduce_results):
         compare_ranks(layer, None if layer.exchanges_tokens else tokens.shape[0])
 
 
@@ -98,14 +99,14 @@ def compare_ranks(layer: ExpertLayer, num_tokens: int | None = None) -> None:
         return  # no group: the call itself raises
 
     def check() -> tuple[None, dict[str, str]]:
-        group.check("tp_group", layer.moe_parallel_config)
+        group.check("tp_group", layer.state.parallel)
         facts = facts_of(layer)
         if num_tokens is not None:
             facts["the number of tokens"] = str(num_tokens)
         return None, facts
 
     agree(lambda text: group.gather_texts(text, device), check)
-    layer.ranks_agree = True
+    layer.state = replace(layer.state, ranks_agree=True)
 
 
 def option_facts(options: FusedMoEOptions) -> dict[str, str]:
@@ -144,9 +145,8 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
     facts = {name: str(getattr(layer, size)) for name, size in zip(names, sizes, strict=True)}
     facts |= layer.option_facts
     facts["params_dtype"] = str(layer.sizes.dtype)
-    if layer.exchanges_tokens and layer.kernel is not None:
-        part = layer.kernel.prepare_finalize
-        facts["the exchange of layer.kernel"] = type(part).__name__
+    if layer.exchanges_tokens and layer.state.exchange is not None:
+        facts["the exchange of layer.kernel"] = type(layer.state.exchange).__name__
     if layer.enable_eplb:
         held = repr(layer.held_placement().logical).encode()
         facts["the digest of the experts' placement"] = hashlib.sha256(held).hexdigest()[:16]
@@ -170,7 +170,7 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
     seen = _IN_REPLICAS.setdefault(wrapper, WeakSet())
     if layer in seen:
         return
-    parallel, ignored = layer.moe_parallel_config, wrapper.parameters_to_ignore
+    parallel, ignored = layer.state.parallel, wrapper.parameters_to_ignore
     own: set[int] = {id(x) for x in layer._parameters.values() if x is not None}
     if wrapper.broadcast_buffers:
         own |= {id(layer._buffers[name]) for name in OF_A_RANK}
@@ -212,7 +212,7 @@ def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:
     mesh = getattr(x, "device_mesh", None)
     if mesh is not None:
         _SHARDED.add(layer)
-    if layer.moe_parallel_config.layer_size == 1:
+    if layer.state.parallel.layer_size == 1:
         return
     if mesh is not None:
         others = {*mesh.mesh.flatten().tolist()} - {dist.get_rank()}

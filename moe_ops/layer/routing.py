@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,8 +106,6 @@ class RoutesTokens(ExpertLayer):
     """Whether `fused_topk` is all of the routing."""
     eplb_step: Tensor
     """Number of calls since `set_eplb_state`, if that got no ``step``."""
-    capture_fn: CaptureFn | None = None
-    capture_buffer: Tensor | None = None
 
     def set_eplb_state(
         self,
@@ -161,7 +160,8 @@ class RoutesTokens(ExpertLayer):
         if step is None:  # a buffer, which Inductor's CUDA graphs may mutate
             calls = torch.zeros(1, dtype=torch.int64, device=expert_load_view.device)
             self.register_buffer("eplb_step", calls, persistent=False)
-        self.eplb_state = LayerEplbState(*views, record_enabled, seed, step)
+        eplb = LayerEplbState(*views, record_enabled, seed, step)
+        self.state = replace(self.state, eplb_state=eplb)
         watch(x for x in self._parameters.values() if x is not None)
 
     def refuse_training(self, out: Tensor) -> Tensor:
@@ -227,14 +227,13 @@ class RoutesTokens(ExpertLayer):
         if buffer is not None:
             checks.tensor("buffer", buffer, 2, checks.INDICES)
             checks.size("buffer.shape[1]", buffer.shape[1], "top_k", self.top_k)
-        self.capture_fn, self.capture_buffer = fn, buffer
+        self.state = replace(self.state, capture_fn=fn, capture_buffer=buffer)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
         """Context in which calls are not captured, and what they count is forgotten."""
-        observers = self.capture_fn, self.capture_buffer
-        self.capture_fn = self.capture_buffer = None
-        state = self.eplb_state
+        before, state = self.state, self.eplb_state
+        self.set_capture_fn(None)
         counters = [] if state is None else [state.expert_load_view]
         if state is not None and state.step is None:
             counters.append(self.eplb_step)
@@ -242,7 +241,7 @@ class RoutesTokens(ExpertLayer):
         try:
             yield
         finally:
-            self.capture_fn, self.capture_buffer = observers
+            self.set_capture_fn(before.capture_fn, buffer=before.capture_buffer)
             for counter, value in zip(counters, kept, strict=True):
                 counter.copy_(value)
 
@@ -265,15 +264,15 @@ class RoutesTokens(ExpertLayer):
             if experts != self.num_logits:
                 rule = "the number of experts"
                 checks.size("router_logits.shape[1]", experts, rule, self.num_logits)
-        kernel = self.kernel
-        indices_type = None if kernel is None else kernel.prepare_finalize.topk_indices_dtype()
-        captures = self.capture_fn is not None or self.capture_buffer is not None
+        exchange, top_k = self.state.exchange, self.state.top_k
+        indices_type = None if exchange is None else exchange.topk_indices_dtype()
+        captures = self.state.capture_fn is not None or self.state.capture_buffer is not None
         if self.routes_plainly and is_padding is None and input_ids is None and topk_ids is None:
             # The result of `select_experts`, without the cost of checking its options.
             weights, ids = fused_topk(
                 hidden_states,
                 router_logits,
-                self.top_k,
+                top_k,
                 self.renormalize,
                 indices_type,
                 self.scoring_func,
@@ -287,7 +286,7 @@ class RoutesTokens(ExpertLayer):
         routed = select_experts(
             hidden_states,
             router_logits,
-            self.top_k,
+            top_k,
             renormalize=self.renormalize,
             scoring_func=self.scoring_func,
             e_score_correction_bias=self.e_score_correction_bias,
@@ -313,7 +312,7 @@ class RoutesTokens(ExpertLayer):
 
     def _capture(self, topk_ids: Tensor) -> None:
         """Pass ids on as `set_capture_fn` says."""
-        buffer, fn = self.capture_buffer, self.capture_fn
+        fn, buffer = self.capture_fn, self.capture_buffer
         if buffer is not None:
             tokens = topk_ids.shape[0]
             if tokens > buffer.shape[0]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.rank_tensor import Piece, RankTensor
+from moe_ops.layer.state import LayerState, short
 
 WHOLE_EXPERTS = (0, 1)
 """The part of a rank that does not share its experts with others."""
@@ -55,13 +55,12 @@ class RankPart(NamedTuple):
     """``(i, n)``: part i of n of each expert, cut along I; None: not said."""
 
     @classmethod
-    def of(cls, layer: ExpertLayer) -> RankPart:
+    def of(cls, state: LayerState) -> RankPart:
         """Return what the rows of a layer over several ranks, or with ``enable_eplb``, hold."""
-        experts = layer.held_placement().experts
-        if not layer.is_spread:
-            return cls(tuple(experts)) if layer.enable_eplb else cls()
-        parallel = layer.moe_parallel_config
-        return cls(tuple(experts), layer.num_experts, (parallel.tp_rank, parallel.tp_size))
+        experts, parallel = state.held_placement().experts, state.parallel
+        if parallel.layer_size == 1:
+            return cls(tuple(experts)) if parallel.enable_eplb else cls()
+        return cls(tuple(experts), state.num_experts, (parallel.tp_rank, parallel.tp_size))
 
     @classmethod
     def parse(cls, entries: dict[str, Any]) -> RankPart:
@@ -84,35 +83,35 @@ class RankPart(NamedTuple):
         """Return the entries of an ``_extra_state``: what is known."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
-    def check_fits(self, layer: ExpertLayer) -> None:
+    def check_fits(self, state: LayerState) -> None:
         """Check that tensors of this rank may be loaded into a layer; rows may be in other orders.
 
         Raises:
             ValueError: a layer of another number of experts, another part of the experts, or an
                 expert that the layer does not have.
         """
-        self._check_count(layer)
-        own = (layer.moe_parallel_config.tp_rank, layer.moe_parallel_config.tp_size)
+        self._check_count(state)
+        own = (state.parallel.tp_rank, state.parallel.tp_size)
         if self.part not in (None, own):
             raise ValueError(
                 f"tensors of the state dict must be part {own[0]} of {own[1]} of each expert, as "
                 f"this rank's are, got part {self.part[0]} of {self.part[1]}"
             )
-        unknown = [e for e in self.experts or () if e != -1 and e not in layer.placement.rows]
+        unknown = [e for e in self.experts or () if e != -1 and e not in state.placement.rows]
         if unknown:
             raise ValueError(
                 "experts of the state dict must be those of the layer, "
-                f"0..{max(layer.placement.rows)}, got {unknown[0]}"
+                f"0..{max(state.placement.rows)}, got {unknown[0]}"
             )
 
-    def check_whole(self, layer: ExpertLayer) -> None:
+    def check_whole(self, state: LayerState) -> None:
         """Check that the rows are all experts of a layer in order, and whole.
 
         Raises:
             ValueError: they are not.
         """
-        self._check_count(layer)
-        if self.experts not in (None, tuple(range(layer.num_experts))):
+        self._check_count(state)
+        if self.experts not in (None, tuple(range(state.num_experts))):
             raise ValueError(
                 "rows must hold the experts in order (load_state_dict takes other placements), got "
                 f"experts {short(self.experts)}"
@@ -123,10 +122,10 @@ class RankPart(NamedTuple):
                 "each, which one rank saved"
             )
 
-    def _check_count(self, layer: ExpertLayer) -> None:
-        if self.num_experts not in (None, layer.num_experts):
+    def _check_count(self, state: LayerState) -> None:
+        if self.num_experts not in (None, state.num_experts):
             raise ValueError(
-                f"num_experts of the state dict must be that of the layer, {layer.num_experts}, "
+                f"num_experts of the state dict must be that of the layer, {state.num_experts}, "
                 f"got {self.num_experts}"
             )
 
@@ -174,13 +173,6 @@ class RankPart(NamedTuple):
                     )
             tensors[name] = torch.stack([x[first.get(expert, 0)] for expert in wanted])
         return tensors
-
-
-def short(experts: Sequence[int]) -> str:
-    """Return a list of experts for an error, shortened."""
-    if len(experts) <= 8:
-        return str([*experts])
-    return f"[{', '.join(map(str, experts[:4]))}, .., {experts[-1]}]"
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.layer.forms import PLAIN, WEIGHTS, converted, form_names
+from moe_ops.layer.forms import converted, form_names
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
+from moe_ops.layer.state import PLAIN, WEIGHTS
 from moe_ops.loading.compressed import stored_projection
 from moe_ops.scheme import WHOLE
 from moe_ops.scheme.formats import split_codes
@@ -69,7 +70,7 @@ def _canonical(
     if quant is None or own is None:
         raise ValueError("layer must be quantized, got one without a scheme")
     x = split_codes(x, 0, own.element) if spec.kind == "zero_point" else x
-    x = layer.part(x, spec, shard)
+    x = layer.stage().part(x, spec, shard)
     if spec.kind == "weight":
         return x[:n, : own.data_width(k)]
     if spec.kind in ("scale", "zero_point"):

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.forms import PLAIN, forms_of
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.rank_tensor import Piece, RankTensor, rank_tensor
+from moe_ops.layer.state import PLAIN, LayerState
 
 
 class Span(NamedTuple):
@@ -37,35 +37,36 @@ def rank_tensors(layer: ExpertLayer, tensors: Mapping[str, Tensor]) -> dict[str,
         layer: a layer over several ranks.
         tensors: parameters, or tensors of their shapes, such as an optimizer's.
     """
-    refusal, rows = refusal_of(layer), _rows(layer)
-    own, whole = parameter_specs(layer.sizes), parameter_specs(whole_sizes(layer))
-    cut = parameter_specs(replace(layer.sizes, intermediate_size=2 * layer.sizes.intermediate_size))
-    experts = len(layer.placement.rows)
+    state, refusal = layer.state, refusal_of(layer)
+    sizes, rows, parallel = state.sizes, _rows(state), state.parallel
+    own, whole = parameter_specs(sizes), parameter_specs(whole_sizes(state))
+    cut = parameter_specs(replace(sizes, intermediate_size=2 * sizes.intermediate_size))
+    experts = len(state.placement.rows)
     placed = {}
     for name, x in tensors.items():
         if name not in own:
             continue
         shape, axes = (experts, *x.shape[1:]), [rows, *([Span(0, 0, n)] for n in x.shape[1:])]
-        if layer.moe_parallel_config.tp_size > 1 and not refusal:
+        if parallel.tp_size > 1 and not refusal:
             shape = whole[name].shape
             for axis in range(1, x.dim()):
                 if own[name].shape[axis] != cut[name].shape[axis]:
-                    axes[axis] = _parts(layer, own[name], axis, shape[axis])
-            if name == "w2_bias" and layer.moe_parallel_config.tp_rank:
+                    axes[axis] = _parts(state, own[name], axis, shape[axis])
+            if name == "w2_bias" and parallel.tp_rank:
                 axes[0] = []  # the first rank alone adds it
         placed[name] = rank_tensor(x, shape, [*_boxes(axes)], refusal)
     return placed
 
 
-def whole_sizes(layer: ExpertLayer) -> LayerSizes:
+def whole_sizes(state: LayerState) -> LayerSizes:
     """Return the sizes of the layer on one rank.
 
     Where this rank has smaller blocks than checkpoints, the whole layer has such blocks, too.
     """
-    sizes, own = layer.saved_sizes(), layer.sizes
+    sizes, own = state.saved_sizes(), state.sizes
     if sizes.scheme.key != own.plain.scheme.key:
-        sizes = replace(own, intermediate_size=layer.intermediate_size)
-    return replace(sizes, num_experts=len(layer.placement.rows), exact_of=own.exact_of)
+        sizes = replace(own, intermediate_size=state.intermediate_size)
+    return replace(sizes, num_experts=len(state.placement.rows), exact_of=own.exact_of)
 
 
 def refusal_of(layer: ExpertLayer) -> str:
@@ -74,17 +75,17 @@ def refusal_of(layer: ExpertLayer) -> str:
     must += " its own, with torch.save or safetensors), got {}"
     if layer.w13_input_order is not None:
         return "a FusedMoE over several ranks " + must.format("have no w13_input_order", "one")
-    forms = {*forms_of(layer).values()} - {PLAIN}
-    if forms and layer.moe_parallel_config.tp_size > 1:
+    forms = {*layer.state.forms.values()} - {PLAIN}
+    if forms and layer.state.parallel.tp_size > 1:
         rule = must.format("be in the plain form, see unpack_,", f"the form {min(forms)}")
         return "weights of experts that tp_size ranks share " + rule
     return ""
 
 
-def _rows(layer: ExpertLayer) -> list[Span]:
+def _rows(state: LayerState) -> list[Span]:
     """Return which experts the rows hold; replicas of an expert are spans of one row each."""
-    experts, spans = layer.held_placement().experts, list[Span]()
-    merges = layer.global_num_experts == len(layer.placement.rows)
+    experts, spans = state.held_placement().experts, list[Span]()
+    merges = len(state.placement.row) == len(state.placement.rows)
     for row, expert in enumerate(experts):
         last = spans[-1] if spans and merges else None
         if last is not None and last.offset + last.length == expert:
@@ -94,10 +95,10 @@ def _rows(layer: ExpertLayer) -> list[Span]:
     return spans
 
 
-def _parts(layer: ExpertLayer, spec: ParameterSpec, axis: int, whole: int) -> list[Span]:
+def _parts(state: LayerState, spec: ParameterSpec, axis: int, whole: int) -> list[Span]:
     """Return this rank's part of an axis that ranks share; gate and up rows have one part each."""
-    rank, gated = layer.moe_parallel_config.tp_rank, layer.sizes.gated
-    halves = 2 if spec.is_w13 and gated and not layer.sizes.interleaved else 1
+    rank, sizes = state.parallel.tp_rank, state.sizes
+    halves = 2 if spec.is_w13 and sizes.gated and not sizes.interleaved else 1
     each, total = spec.shape[axis] // halves, whole // halves
     length = min(each, total - rank * each)
     return [

@@ -17,8 +17,8 @@ SHOWN = 4
 
 def add_gate(layer: ExpertLayer, options: FusedMoEOptions) -> None:
     """Register the gate's parameter: zeros ``(1, H)`` if the layer has a gate, else None."""
-    layer.shared_expert_gate, gate = options.shared_expert_gate, None
-    if layer.shared_expert_gate:
+    gate = None
+    if options.shared_expert_gate:
         sizes = (1, layer.model_hidden_size)
         zeros = torch.zeros(sizes, dtype=layer.sizes.dtype, device=options.device)
         gate = nn.Parameter(zeros, requires_grad=layer.sizes.scheme.weight is None)

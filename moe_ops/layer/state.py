@@ -1,267 +1,207 @@
-"""The form of a layer's stored tensors, as an entry of its state dict.
+"""The state of a layer: what its tensors hold, and where, as one value.
 
-Tensors of different schemes can have the same names, shapes and dtypes: int4 in groups of 32 and
-MXFP4 differ only in the meaning of their bytes. So a state dict has one more entry,
-``_extra_state``: JSON text in a uint8 tensor, which every format of saved tensors can hold. A state
-dict without this entry comes from an earlier version, and is loaded without a check.
+Staging, converting, moving, saving and loading go from one state to the next. A layer has one, its
+attribute ``state``; beside it change only its parameters and buffers.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
-from warnings import warn
 
 import torch
 from torch import Tensor
 
-from moe_ops.layer.forms import FP8, PACKED, PLAIN, WEIGHTS, converted, form_names, forms_of
-from moe_ops.layer.host_memory import HoldsExperts
-from moe_ops.layer.parameters import parameter_specs
-from moe_ops.layer.rank_tensor import plain_tensor
-from moe_ops.layer.saved_rank import RankPart, RankState, rank_state
-from moe_ops.layer.sharded import rank_tensors, refusal_of
-from moe_ops.scheme import Quant
+from moe_ops.layer.partition import LayerSizes, aligned_sizes
+from moe_ops.loading.given import GivenScales
+from moe_ops.parallel import FusedMoEParallelConfig
+from moe_ops.parallel.eplb_state import LayerEplbState
+from moe_ops.pipeline.host_experts import HostExperts
+from moe_ops.pipeline.modular_kernel import FusedMoEKernel
+from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
+from moe_ops.routing import CaptureFn
+from moe_ops.scheme import Scheme, exact_fp8_scheme
 
-STATE = "_extra_state"
-"""Name of the entry, which PyTorch chooses."""
-FORMS = (PLAIN, PACKED, FP8)
-"""The forms that ``form`` names."""
-MAX_BYTES = 65536
-"""Largest size of the entry; a longer tensor is something else."""
+WEIGHTS = ("w13", "w2")
+PLAIN, PACKED, FP8 = "plain", "packed", "fp8"
 
 
-class SchemeState(HoldsExperts):
-    """A layer whose state dict names the scheme of its weights and the order of their rows.
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Where experts are. The ids that the experts' kernels get are those of physical experts."""
 
-    With ``enable_eplb`` it also names the experts of the rows, which `EplbState.rebalance_` may
-    change, and over several ranks the experts and the part of them that this rank holds (see
-    `RankPart`). Loading puts rows where the layer holds their experts by then. A state dict without
-    the experts, which a layer over several ranks must trust, is loaded with a warning.
-    """
+    logical: tuple[int, ...]
+    """The logical expert that each physical one holds; shared experts come after E; -1: none."""
+    row: tuple[int, ...]
+    """The row of each physical expert in this rank's parameters; -1: another rank has it."""
+    is_shared_out: bool
+    """Whether other ranks hold experts that this rank does not."""
 
-    def get_extra_state(self) -> Tensor:
-        """Return the scheme of the plain parameters as a uint8 tensor on the CPU."""
-        scheme = self.sizes.plain.scheme
-        entries: dict[str, Any] = {
-            "scheme": scheme.key,
-            "weight": scheme.weight and scheme.weight.key,
-            "interleaved": self.sizes.interleaved,
-        }
-        forms = {*forms_of(self).values()} - {PLAIN}
-        if forms:  # of one weight, or of both
-            entries["form"] = min(forms)
-        entry = _entry(entries | RankPart.of(self).entries())
-        return rank_state(entry, _entry(entries), refusal_of(self)) if self.is_spread else entry
+    @property
+    def num_local_experts(self) -> int:
+        """Number of rows of the parameters."""
+        return sum(row >= 0 for row in self.row)
 
-    def set_extra_state(self, state: Any) -> None:
-        """Compare the form in a state dict with the layer's; nothing is stored.
+    @cached_property
+    def rows(self) -> dict[int, list[int]]:
+        """The rows of this rank that hold each logical expert."""
+        rows: dict[int, list[int]] = {expert: [] for expert in self.logical if expert >= 0}
+        for expert, row in zip(self.logical, self.row, strict=True):
+            if row >= 0 and expert >= 0:
+                rows[expert].append(row)
+        return rows
 
-        Raises:
-            ValueError: another scheme, or another order of rows.
-        """
-        if isinstance(state, Tensor) and state.is_meta:
-            return  # has no content
-        for entry in (state, getattr(state, "whole", state)):  # loaded with a whole layer's tensors
-            problem = stored_as(entry).differs_from(
-                self.sizes.plain.scheme.weight, interleaved=self.sizes.interleaved
-            )
-            if problem:
-                raise ValueError(problem)
+    @property
+    def experts(self) -> list[int]:
+        """The logical expert that each row of this rank holds; -1: none."""
+        pairs = zip(self.row, self.logical, strict=True)
+        return [expert for _, expert in sorted(pair for pair in pairs if pair[0] >= 0)]
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save as `nn.Module` does; tensors of one rank know their place in the whole layer's."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.is_spread or keep_vars:
-            return
-        own = {name: destination[prefix + name] for name, _ in self.named_parameters(recurse=False)}
-        for name, x in rank_tensors(self, own).items():
-            destination[prefix + name] = x
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: Any,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load as `nn.Module` does, but copy nothing from a state dict of another form.
-
-        The columns' order ``w13_input_order`` is loaded or removed together with ``w13_weight``.
-        Rows are loaded where the layer holds their experts now, and weights in the layer's form:
-        plain, packed or held as fp8.
-        """
-        state_dict = {
-            name: x if isinstance(x, RankState) else plain_tensor(x)
-            for name, x in state_dict.items()
-        }
-        saved, order_key = state_dict.get(prefix + STATE), prefix + "w13_input_order"
-        try:
-            self.set_extra_state(self.get_extra_state() if saved is None else saved)
-            self._reorder(state_dict, prefix, saved)
-            self._convert_saved(state_dict, prefix)
-            order = self._checked_order(state_dict.get(order_key))
-        except (TypeError, ValueError, NotImplementedError) as error:
-            error_msgs.append(f"{prefix.removesuffix('.') or type(self).__name__}: {error}")
-            return
-        state_dict[prefix + STATE] = self.get_extra_state()
-        if order is not None:
-            state_dict[order_key] = order
-            if self.w13_input_order is None or self.w13_input_order.shape != order.shape:
-                self.w13_input_order = torch.empty_like(order, device=self.compute_device)
-        elif prefix + "w13_weight" in state_dict:
-            self.w13_input_order = None
-        self.given_scales.clear()
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self.renew_slots()
-
-    def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:
-        """Replace tensors whose rows hold other experts than the layer's do now.
-
-        Without experts in ``saved``, rows are those of the first placement.
-
-        Raises:
-            ValueError: the tensors lack an expert that this rank holds, are of another part of the
-                experts, have other numbers of rows than named experts, or replicas that differ.
-        """
-        named = isinstance(saved, Tensor) and not saved.is_meta
-        stored = stored_as(saved).rank if named else RankPart()
-        stored.check_fits(self)
-        names = {*parameter_specs(self.sizes), "w13_input_order"}
-        names |= {name for which in WEIGHTS for name in form_names(which)}
-        tensors = {prefix + name: state_dict.get(prefix + name) for name in names}
-        rows = {name: x for name, x in tensors.items() if isinstance(x, Tensor) and x.dim()}
-        if rows and self.is_spread and (stored.experts is None or stored.part is None):
-            warn(
-                f"{STATE} does not name the experts of the state dict's rows (an earlier version, "
-                "or a layer of one rank, saved it), so it cannot be checked that they are those of "
-                "this rank",
-                UserWarning,
-                stacklevel=2,
-            )
-        if stored.experts is None:
-            stored = RankPart(tuple(self.placement.experts))
-        else:
-            stored.check_rows(rows)
-        state_dict.update(stored.reordered(rows, self.held_placement().experts))
-
-    def _convert_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Convert weights of a state dict, which are in any form, to the layer's form.
-
-        Raises:
-            TypeError, ValueError, NotImplementedError: tensors that do not fit each other or the
-                layer; rows that are not exact as fp8, in a layer whose weights are held so.
-        """
-        scheme = self.sizes.plain.scheme
-        for which, form in forms_of(self).items():
-            names = [prefix + name for name in form_names(which)]
-            saved = tuple(state_dict.get(name) for name in names)
-            if isinstance(saved[0], Tensor):
-                for name, x in zip(names, converted(saved, scheme, form), strict=True):
-                    if x is None:
-                        state_dict.pop(name, None)
-                    else:
-                        state_dict[name] = x
-
-    def _checked_order(self, order: Any) -> Tensor | None:
-        """Return ``order`` as int32 ``(1 or El, H)``; kernels index by its permutations."""
-        if order is None:
+    def expert_map(self, device: torch.device | str | None) -> Tensor | None:
+        """Return int32 ``(physical,)``, or None if this rank holds all experts."""
+        if not self.is_shared_out:
             return None
-        experts, width = self.sizes.num_experts, self.sizes.hidden_size
-        if not isinstance(order, Tensor) or order.dtype not in (torch.int32, torch.int64):
-            got = getattr(order, "dtype", type(order).__name__)
-            raise TypeError(f"w13_input_order must be an int32 Tensor, got {got}")
-        if tuple(order.shape) not in ((1, width), (experts, width)):
-            raise ValueError(
-                f"w13_input_order must have shape {(1, width)} or {(experts, width)}, "
-                f"got {tuple(order.shape)}"
-            )
-        columns = torch.arange(width, device=order.device)
-        if not order.is_meta and not bool((order.sort(1).values == columns).all()):
-            raise ValueError(
-                f"w13_input_order must have permutations of 0..{width - 1} as rows, got others"
-            )
-        return order.int()
+        return torch.tensor(self.row, dtype=torch.int32, device=device)
 
 
-def _entry(entries: dict[str, Any]) -> Tensor:
-    return torch.tensor(list(json.dumps(entries).encode()), dtype=torch.uint8, device="cpu")
+class Made(NamedTuple):
+    """What was made of a state and of parameters, and is right as long as they are these."""
+
+    value: Any
+    parameters: list[Any]
 
 
-class StoredAs(NamedTuple):
-    """The form of the tensors of a state dict, as its entry says."""
-
-    name: str
-    """The scheme's key."""
-    weight: str | None
-    """The key of the weight's `Quant`; None: not quantized."""
-    interleaved: bool
-    """Whether gate and up rows alternate."""
-    rank: RankPart = RankPart()
-    """What the rows hold."""
-    form: str = PLAIN
-    """The form of the weights; ``packed`` if ``w13`` or ``w2`` is."""
-
-    def differs_from(self, wanted: Quant | None, *, interleaved: bool) -> str | None:
-        """Say why a layer cannot load tensors of this form; None: it can.
-
-        Scales that are powers of two may be loaded as other scales. One scale per row may have an
-        axis for groups.
-
-        Args:
-            wanted: how the layer stores its weights.
-            interleaved: whether gate and up rows alternate in the layer.
-        """
-        if _numbers(self.weight, wanted) != _numbers(wanted.key if wanted else None, wanted):
-            rule = "must not be quantized" if wanted is None else f"must be stored as {wanted.key}"
-            return f"weights {rule}, got those of {self.name} ({self.weight})"
-        if interleaved != self.interleaved:
-            orders = ("one after the other", "alternating")
-            return (
-                f"gate and up rows must be {orders[interleaved]}, as the layer's activation "
-                f"takes them, got {orders[self.interleaved]}"
-            )
-        return None
+def short(experts: Sequence[int]) -> str:
+    """Return a list of experts for a message, shortened."""
+    if len(experts) <= 8:
+        return str([*experts])
+    return f"[{', '.join(map(str, experts[:4]))}, .., {experts[-1]}]"
 
 
-def _numbers(key: str | None, wanted: Quant | None) -> str | None:
-    """Return a key without the parts that do not change the numbers that a layer reads."""
-    if key is None:
-        return None
-    key = key.replace(":vector", ":float32")
-    if wanted is not None and wanted.scale == "pow2":
-        return key
-    return key.replace(":pow2", ":float32")
+def _beside(default: Any = None) -> Any:
+    """A field that is no part of the value: it is neither compared nor printed."""
+    return field(default=default, compare=False, repr=False)
 
 
-def stored_as(state: Any) -> StoredAs:
-    """Parse an ``_extra_state`` entry.
+@dataclass(frozen=True)
+class LayerState:
+    """Sizes, scheme, forms, placement, ranks and residency of a layer, as a value.
 
-    Raises:
-        ValueError: it is not such an entry.
+    The fields from ``quant_method`` on go with the value and are no part of it: they are neither
+    compared nor printed.
     """
-    rule = f"{STATE} must be a layer's form, JSON in a uint8 Tensor"
-    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_BYTES:
-        got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-        raise ValueError(f"{rule}, got {got}")
-    try:
-        entries = json.loads(bytes(state.flatten().tolist()))
-        name, weight, interleaved = (entries[key] for key in ("scheme", "weight", "interleaved"))
-        form = entries.get("form", PLAIN)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{rule}, got {error!r}") from None
-    kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)), (form, (str,)))
-    if not all(isinstance(value, kind) for value, kind in kinds):
-        raise ValueError(f"{rule}, got {entries}")
-    if form not in FORMS:
-        raise ValueError(f"{rule}, whose form is one of {list(FORMS)}, got {form!r}")
-    try:
-        rank = RankPart.parse(entries)
-    except ValueError as error:
-        raise ValueError(f"{rule}, got {error}") from None
-    return StoredAs(name, weight, interleaved, rank, form)
+
+    num_experts: int
+    """E, without redundant and shared experts."""
+    top_k: int
+    model_hidden_size: int
+    """H of the tokens."""
+    intermediate_size: int
+    """I of one expert, all ranks together."""
+    sizes: LayerSizes
+    """Sizes of this rank's parameters."""
+    checkpoint_scheme: Scheme
+    """The scheme of the layer's checkpoints, which may have larger blocks than ``sizes`` has."""
+    placement: ExpertPlacement
+    """The first placement; see `held_placement`."""
+    parallel: FusedMoEParallelConfig
+    """The ranks."""
+    batch_invariant: bool = False
+    fragments: tuple[str, ...] = ()
+    """Which of ``w13`` and ``w2`` are in fragments: the form ``packed``."""
+    resident_experts: int | None = None
+    """Number of experts on the device, if all are in host memory; None: all are on the device."""
+    device: torch.device | None = None
+    """The device on which the experts run; None: that of the parameters."""
+    quant_method: Any = _beside()
+    """How the layer's experts are stored and multiplied: a `FusedMoEMethodBase`."""
+    kernel: FusedMoEKernel | None = _beside()
+    """The kernel that a caller has set."""
+    host_experts: HostExperts | None = _beside()
+    """Store and slots, if the experts are in host memory."""
+    eplb_state: LayerEplbState | None = _beside()
+    """The layer's part of an `EplbState`."""
+    capture_fn: CaptureFn | None = _beside()
+    """See `FusedMoE.set_capture_fn`."""
+    capture_buffer: Tensor | None = _beside()
+    given_scales: GivenScales = field(default_factory=GivenScales, compare=False, repr=False)
+    """The static scales of the loading that is going on."""
+    initial_seed: int | None = _beside()
+    """The seed of `initialize`, if the layer holds nothing else; None: weights may be loaded."""
+    ranks_agree: bool = _beside(default=False)
+    """Whether the ranks have compared their layers: see `moe_ops.layer.rank_checks`."""
+    exchange: FusedMoEPrepareAndFinalize | None = field(init=False, compare=False, repr=False)
+    """What sends tokens to other ranks: a part of the kernel; None: nothing does."""
+    made: dict[str, Made] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """The configuration and the kernel of calls. A new state has none."""
+
+    def __post_init__(self) -> None:
+        exchange, method = None, self.quant_method
+        if self.kernel is not None:
+            exchange = self.kernel.prepare_finalize
+        elif self.parallel.exchanges_tokens and method is not None:
+            exchange = method.maybe_make_prepare_finalize()
+        object.__setattr__(self, "exchange", exchange)
+
+    def __repr__(self) -> str:
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        for name in ("sizes", "placement", "fragments"):
+            del facts[name]
+        local = {f"local_{name}": size for name, size in vars(self.sizes).items()}
+        scheme, held = local.pop("local_exact_of"), local.pop("local_scheme")
+        facts |= {**local, "scheme": scheme or held, "held_as": scheme and held}
+        facts |= {"forms": self.forms, "local_experts": short(self.placement.experts)}
+        named = {name: x.name if isinstance(x, Scheme) else x for name, x in facts.items()}
+        shown = (f"{name}={x}" for name, x in named.items() if x is not None)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    @property
+    def forms(self) -> dict[str, str]:
+        """The form of ``w13`` and of ``w2``: see `moe_ops.layer.forms`."""
+        if self.sizes.exact_of is not None:
+            return dict.fromkeys(WEIGHTS, FP8)
+        return {which: PACKED if which in self.fragments else PLAIN for which in WEIGHTS}
+
+    def in_forms(self, forms: Mapping[str, str]) -> LayerState:
+        """Return the state after weights were converted; plain if ``forms`` names none."""
+        plain = self.sizes.plain
+        held = exact_fp8_scheme(plain.scheme) if FP8 in forms.values() else None
+        sizes = plain if held is None else replace(plain, scheme=held, exact_of=plain.scheme)
+        fragments = tuple(which for which in WEIGHTS if forms.get(which) == PACKED)
+        return replace(self, sizes=sizes, fragments=fragments)
+
+    def holding(self, other: LayerState) -> LayerState:
+        """Return the state of a layer that has got the weights of another state."""
+        return replace(
+            self,
+            sizes=other.sizes,
+            fragments=other.fragments,
+            checkpoint_scheme=other.checkpoint_scheme,
+            quant_method=other.quant_method,
+            given_scales=other.given_scales,
+        )
+
+    def held_placement(self) -> ExpertPlacement:
+        """Return the placement with the logical experts that the rows hold now.
+
+        `EplbState.rebalance_` changes the maps that `FusedMoE.set_eplb_state` has set: they are
+        read here, for which the host waits.
+        """
+        eplb = self.eplb_state if self.parallel.enable_eplb else None
+        if eplb is None or eplb.logical_to_physical_map.is_meta:
+            return self.placement
+        return replace(self.placement, logical=eplb.held_experts(len(self.placement.row)))
+
+    def aligned_sizes(self) -> LayerSizes:
+        """Sizes with which every rank has whole scales, and gate and up have their own.
+
+        These are the sizes of the plain parameters from the start.
+        """
+        return aligned_sizes(self.sizes.plain, self.intermediate_size, self.parallel.tp_size)
+
+    def saved_sizes(self) -> LayerSizes:
+        """Sizes of this layer on one rank, whose state dict `load_checkpoint` reads."""
+        sizes = replace(self.sizes.plain, scheme=self.checkpoint_scheme)
+        return aligned_sizes(sizes, self.intermediate_size, 1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.state import LayerState
 from moe_ops.loading.given import SHARED
 
 
-class LoadSteps(ExpertLayer):
+class LoadSteps:
     """Places a projection in an expert's parameter, and selects the part of this rank.
 
     A rank takes ``[rank * each, (rank + 1) * each)`` of the checkpoint's axis, where ``each`` is
@@ -18,6 +18,8 @@ class LoadSteps(ExpertLayer):
     Source:
         vLLM ``FusedMoE._load_w13`` and its neighbours.
     """
+
+    state: LayerState
 
     def _load_model_weight_or_group_weight_scale(
         self,
@@ -47,9 +49,9 @@ class LoadSteps(ExpertLayer):
         if shard_id not in ("w1", "w3"):
             raise ValueError(f"shard_id must be w1 or w3, got {shard_id}")
         dest = expert_data
-        if self.sizes.gated and self.sizes.interleaved:
+        if self.state.sizes.gated and self.state.sizes.interleaved:
             dest = dest.unflatten(shard_dim, (-1, 2)).select(shard_dim + 1, int(shard_id == "w3"))
-        elif self.sizes.gated:
+        elif self.state.sizes.gated:
             half = dest.shape[shard_dim] // 2
             dest = dest.narrow(shard_dim, half if shard_id == "w3" else 0, half)
         elif shard_id == "w3":
@@ -94,9 +96,9 @@ class LoadSteps(ExpertLayer):
         self, shard_id: str, param: Tensor, loaded_weight: Tensor, expert_id: int
     ) -> None:
         """Set one scale in ``(El, 2)`` (gate, up) or ``(El,)``, which gate and up share."""
-        if param.dim() == 1 and self.sizes.gated and shard_id != "w2":
+        if param.dim() == 1 and self.state.sizes.gated and shard_id != "w2":
             value = float(loaded_weight)
-            self.given_scales.take(f"of {id(param)}", expert_id, shard_id, value, SHARED)
+            self.state.given_scales.take(f"of {id(param)}", expert_id, shard_id, value, SHARED)
         at = (expert_id, int(shard_id == "w3")) if param.dim() == 2 else expert_id
         param.data[at] = loaded_weight.reshape(()).to(param.dtype)
 

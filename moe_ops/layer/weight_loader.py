@@ -1,36 +1,36 @@
-"""Loading one tensor of a checkpoint into a layer: this rank's part, at its place.
+"""Loading tensors into a layer that runs, one at a time, or by their names as they come.
 
 A base class of `moe_ops.FusedMoE`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moe_ops import checks
-from moe_ops.layer.forms import FORM_KINDS, PLAIN, ConvertsForms, forms_of
+from moe_ops.layer.forms import FORM_KINDS, ConvertsForms
+from moe_ops.layer.own_names import OwnNames
 from moe_ops.layer.parameters import (
     FusedMoeWeightScaleSupported,
     ParameterSpec,
     parameter_specs,
 )
 from moe_ops.layer.rank_checks import check_own_weights
-from moe_ops.layer.steps import LoadSteps, copy_front
-from moe_ops.loading.derived import channel_scales, has_plain_scales
-from moe_ops.loading.names import SHARDS, SHARED_GATE, SUFFIX, CheckpointLayout, suffix_of
-from moe_ops.loading.stored import Form, canonical
-from moe_ops.scheme.formats import join_nibbles
+from moe_ops.layer.stage import SHARD_DIMS
+from moe_ops.layer.state import PLAIN
+from moe_ops.layer.steps import LoadSteps
+from moe_ops.layer.streaming import WeightStream, check_takes, is_of_layers, numbers
+from moe_ops.loading.names import KINDS, SHARDS, SHARED_GATE, Piece
+from moe_ops.loading.sources import Entry, entry_of
 
-SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
-"""The axis of one expert's projection that ranks cut."""
 QUANT_METHODS = [method.value for method in FusedMoeWeightScaleSupported]
 
 
-class WeightLoading(LoadSteps, ConvertsForms):
-    """A layer with `weight_loader`, and the steps from which `load_checkpoint` is made."""
+class LoadsWeights(LoadSteps, ConvertsForms):
+    """A layer with `weight_loader` and `load_weights`."""
 
     def weight_loader(
         self,
@@ -87,7 +87,8 @@ class WeightLoading(LoadSteps, ConvertsForms):
         if param is self._parameters.get(SHARED_GATE):
             raise ValueError(f"param must belong to experts, got {SHARED_GATE} (copy_ into it)")
         check_own_weights(self)
-        spec, held = self._spec_of(param), self.held_placement().rows
+        spec, stage = self._spec_of(param), self.stage().as_held()
+        held = stage.state.placement.rows
         if spec is not None:
             self._check_plain(spec)
         if loaded_weight.dim() == 3 and spec is not None:
@@ -101,8 +102,8 @@ class WeightLoading(LoadSteps, ConvertsForms):
             rows = [(row, loaded_weight) for row in held.get(expert_id, [])]
         if spec is not None and spec.kind == "input_scale":
             local = [row for row, _ in rows]
-            scale = self._stored(spec, loaded_weight, weight_name, shard_id, expert_id)
-            self.take_input_scale(spec, scale, shard_id, expert_id, local)
+            scale = stage.stored(spec, loaded_weight, weight_name, shard_id, expert_id)
+            stage.take_input_scale(spec, scale, shard_id, expert_id, local)
             return bool(local) if return_success else None
         done = False
         self.renew_slots()
@@ -110,115 +111,97 @@ class WeightLoading(LoadSteps, ConvertsForms):
             if spec is None:
                 done = self._load_by_name(param, x, weight_name, shard_id, row)
             else:
-                self._load_stored(param, spec, x, weight_name, shard_id, row)
+                check_takes(self, spec, weight_name)
+                stage.load_stored(param, spec, x, weight_name, shard_id, row)
                 done = True
         return done if return_success else None
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        """Load tensors as they come; yield the names of those that this rank took data from.
+
+        This is a generator, as vLLM's is: nothing is loaded until the names are consumed, as in
+        ``loaded = set(layer.load_weights(weights))``, and a consumer that stops early leaves the
+        rest unloaded.
+
+        Names are read as `load_checkpoint` reads them: of one expert, of all experts in one tensor,
+        or of the layer's own parameters. They begin with the layer's ``prefix``, with the last
+        parts of it, or with nothing. A layer without a prefix takes the names of one layer,
+        whatever they begin with. With ``expert_mapping`` the tensors of single experts go where it
+        says, and names of single experts that it lacks are unknown.
+
+        A call may bring any part of the layer. The last one of several tensors for one part counts.
+        Tensors of other layers, of experts on other ranks and of other parts of the model are
+        passed by. The router's tensors that the layer holds are loaded at the end, and so are fused
+        weights whose layout only a later tensor shows.
+
+        The first tensor of the layer converts weights to the plain form. After the last call,
+        ``layer.quant_method.process_weights_after_loading(layer)`` finishes static scales, and
+        converts weights to the form for the GPU again. An error leaves what was loaded before it:
+        `load_checkpoint` loads everything or nothing, and checks that nothing is missing.
+
+        Args:
+            weights: pairs of a name and a tensor.
+
+        Raises:
+            ValueError: a tensor of this layer's experts that nothing takes, or that does not fit;
+                names of two layers if this one has no prefix; a layer on ``meta``; zero points of
+                AWQ or GPTQ, whose order cannot be known here.
+            TypeError: a wrong dtype; an item that is not a pair of a name and a tensor.
+            NotImplementedError: weights in act-order, which `load_checkpoint` takes; weights that
+                a wrapper holds or computes (`fully_shard`, a parametrization).
+
+        Source:
+            vLLM ``FusedMoE.load_weights``.
+        """
+        if self.w13_weight.is_meta:
+            raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
+        has_shared = bool(self.routing["num_fused_shared_experts"])
+        own, stream = OwnNames(self.prefix, has_shared=has_shared), None
+        for item in weights:
+            name, read = entry_of(item, "weights")
+            pieces = self._mapped(name, own)
+            relative = own.relative(name)
+            if not pieces and not is_of_layers(relative, has_shared=has_shared):
+                continue
+            if stream is None:
+                self.unpack_()
+                stream = WeightStream(self)
+            entry = Entry(name, partial(numbers, name, read))
+            if pieces:
+                stream.load_pieces(entry, pieces)
+            else:
+                stream.load(entry, relative or "", by_mapping=self.expert_mapping is not None)
+            yield from stream.loaded_names()
+        if stream is not None:
+            stream.finish()
+            self.renew_slots()
+            yield from stream.loaded_names()
+
+    def _mapped(self, name: str, own: OwnNames) -> list[Piece]:
+        """Return what a tensor is by ``expert_mapping``: one piece for each expert that takes it.
+
+        ``weight_name`` may be anywhere in a name, before the kind of the tensor.
+        """
+        pieces: dict[Piece, None] = {}
+        qualified = name if name.startswith("experts.") else f"experts.{name}"
+        for _, weight_name, expert, shard in self.expert_mapping or ():
+            start = qualified.find(weight_name)
+            suffix = qualified[start + len(weight_name) :]
+            head = qualified[:start].removeprefix("experts.")
+            if start >= 0 and suffix in KINDS and own.owns(head):
+                checks.one_of("shard_id", shard, SHARDS)
+                piece = Piece(shard, KINDS[suffix], suffix, self._logical_expert(expert))
+                pieces[piece] = None
+        return [*pieces]
+
     def _check_plain(self, spec: ParameterSpec) -> None:
         """Refuse a parameter of a weight that is not in the plain form."""
-        form = forms_of(self)["w13" if spec.is_w13 else "w2"]
+        form = self.state.forms["w13" if spec.is_w13 else "w2"]
         if spec.kind in FORM_KINDS and form != PLAIN:
             raise ValueError(
                 f"param must be in the plain form (call the layer's unpack_() first), got "
                 f"{spec.name} in the form {form!r}"
             )
-
-    def rows_of(self, logical: int) -> list[int]:
-        """Return the rows of this rank that hold a logical expert: none, one, or one per copy."""
-        return self.placement.rows.get(logical, [])
-
-    def form(self, spec: ParameterSpec, shard_id: str, layout: CheckpointLayout) -> Form:
-        """Return how a checkpoint's projection is stored; ``w13`` is gate and up in one tensor."""
-        hidden, width = self.model_hidden_size, self.intermediate_size
-        n, k = {"w2": (hidden, width), "w13": (2 * width, hidden)}.get(shard_id, (width, hidden))
-        quant, own = self.checkpoint_scheme.weight, self.sizes.scheme.weight
-        return Form(n, k, spec.dtype, quant, own, layout)
-
-    def part(self, expert_data: Tensor, spec: ParameterSpec, shard_id: str) -> Tensor:
-        """Return the view of one expert's parameter that belongs to a shard."""
-        if shard_id == "w2" or not self.sizes.gated or expert_data.dim() == 0:
-            return expert_data
-        if self.sizes.interleaved:
-            return expert_data[int(shard_id == "w3") :: 2]
-        return expert_data.chunk(2)[int(shard_id == "w3")]
-
-    def check_takes(self, spec: ParameterSpec, shard_id: str, name: str) -> None:
-        """Check that one tensor by itself can be loaded into a parameter.
-
-        Raises:
-            NotImplementedError: the layer holds weights in act-order, and their order would stay.
-        """
-        if spec.kind == "weight" and self.w13_input_order is not None:
-            raise NotImplementedError(
-                "weights must be loaded by load_checkpoint into a layer that holds others in "
-                f"act-order (w13_input_order), got {name}"
-            )
-
-    def place(self, param: Tensor, spec: ParameterSpec, x: Tensor, shard_id: str, row: int) -> None:
-        """Copy this rank's part of a canonical tensor to row ``row`` of ``param``."""
-        expert_data = param.data[row]
-        if getattr(param, "is_transposed", False):
-            expert_data = expert_data.transpose(-1, -2)
-        shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
-        if spec.kind == "zero_point" and self._joins_nibbles():
-            if self.sizes.gated and self.sizes.interleaved and shard_id != "w2":
-                self._load_alternating_zero_points(expert_data, shard_id, x, tp_rank)
-                return
-            x = join_nibbles(pad(x, (0, 0, 0, x.shape[0] % 2)), 0)
-        if spec.kind == "bias" and shard_id == "w2":
-            expert_data.zero_()  # results are summed over ranks, so only one of them has the bias
-            if tp_rank == 0:
-                copy_front(expert_data, x)
-        elif x.dim() == 0:
-            self._load_per_tensor_weight_scale(shard_id, param, x, row)
-        elif (
-            x.dim() == 1
-            and spec.kind in ("scale", "channel_scale")
-            or (spec.kind in ("scale", "zero_point") and x.shape[1] == 1 and self._is_channel())
-        ):
-            self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
-        else:
-            self._load_model_weight_or_group_weight_scale(
-                shard_dim, expert_data, shard_id, x, tp_rank
-            )
-
-    def take_input_scale(
-        self, spec: ParameterSpec, x: Tensor, shard_id: str, expert: int, rows: Iterable[int]
-    ) -> None:
-        """Note the input scale of an expert, and copy it to the rows that hold the expert.
-
-        An expert of another rank has no rows here. Its scale counts when the weights are processed.
-        """
-        scale = self.given_scales.take(spec.name, expert, shard_id, float(x))
-        for row in rows:
-            getattr(self, spec.name).data[row] = scale
-
-    def _load_stored(
-        self, param: Tensor, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, row: int
-    ) -> None:
-        """Load a checkpoint's tensor, in any of the known forms."""
-        self.check_takes(spec, shard_id, name)
-        if getattr(param, "is_transposed", False) and x.dim() == 2:
-            x = x.t()
-        if not has_plain_scales(spec.kind, x, self.checkpoint_scheme.weight):
-            self.place(param, spec, self._stored(spec, x, name, shard_id, row), shard_id, row)
-            return
-        which = "w13" if spec.is_w13 else "w2"
-        for kind, suffix, part in channel_scales(x.to(param.device)):
-            of = parameter_specs(self.sizes)[f"{which}_{SUFFIX[kind]}"]
-            part = self._stored(of, part, f"{name}.{suffix}", shard_id, row)
-            self.place(getattr(self, of.name), of, part, shard_id, row)
-
-    def _stored(
-        self, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, expert: int
-    ) -> Tensor:
-        """Return one expert's tensor in canonical form; an error names the tensor."""
-        form = self.form(spec, shard_id, CheckpointLayout())
-        device = getattr(self, spec.name).device
-        try:
-            return canonical(spec.kind, x.to(device), suffix_of(name), form)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name} ({spec.name}[{expert}]): {error}") from None
 
     def _load_by_name(self, param: Tensor, x: Tensor, name: str, shard_id: str, row: int) -> bool:
         """Load into a caller's tensor, by the tensor's name and ``quant_method``."""
@@ -261,16 +244,5 @@ class WeightLoading(LoadSteps, ConvertsForms):
         return self.placement.logical[expert_id]
 
     def _spec_of(self, param: Tensor) -> ParameterSpec | None:
-        specs: Mapping[str, ParameterSpec] = parameter_specs(self.sizes)
-        for name, spec in specs.items():
-            if self._parameters.get(name) is param:
-                return spec
-        return None
-
-    def _is_channel(self) -> bool:
-        quant = self.sizes.scheme.weight
-        return quant is not None and quant.group.cols == -1
-
-    def _joins_nibbles(self) -> bool:
-        quant = self.sizes.scheme.weight
-        return quant is not None and quant.element.values_per_byte == 2
+        specs = parameter_specs(self.sizes).items()
+        return next((spec for name, spec in specs if self._parameters.get(name) is param), None)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from moe_ops.layer import FusedMoE
-from moe_ops.layer.forms import convert_for_device
-from moe_ops.layer.host_memory import amount_of, offload, reason_against
+from moe_ops.layer.forms import in_forms_for_device
+from moe_ops.layer.host_memory import amount_of, reason_against
+from moe_ops.layer.moving import offload
 from moe_ops.layer.rank_checks import held_by, taken_by
+from moe_ops.layer.stage import Stage
 from moe_ops.pipeline.host_experts import HostExperts
 from moe_ops.residency import Amount
 
@@ -71,11 +73,11 @@ class LayerOnHost(HostTarget):
     def reason_against(self) -> str | None:
         """Name what must be different."""
         taken = taken_by(self.module, held_by(self.module))
-        return reason_against(self.module) or (f"it has {taken}" if taken else None)
+        return reason_against(self.module.state) or (f"it has {taken}" if taken else None)
 
     def amount(self) -> Amount:
         """Return the layer's own sizes."""
-        return amount_of(self.module)
+        return amount_of(self.module.state)
 
     def device(self) -> torch.device:
         """Return the layer's device."""
@@ -89,8 +91,8 @@ class LayerOnHost(HostTarget):
         """Change the layer's parameters."""
         layer = self.module
         if device.type == "cuda" and layer.w13_weight.device.type == "cpu":
-            layer._device = device  # which decides on the form of the weights
-            convert_for_device(layer)
+            stage = Stage(replace(layer.state, device=device), layer._parameters)
+            layer.take(in_forms_for_device(stage))
         offload(layer, self.amount().num_experts if resident is None else resident, device)
 
 

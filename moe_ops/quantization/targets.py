@@ -117,7 +117,7 @@ class LayerTarget(Target):
         parallel = layer.moe_parallel_config
         if layer.scheme.weight is not None:
             return ValueError, f"its weights are quantized already ({layer.scheme.name})"
-        if layer._kernel is not None:
+        if layer.state.kernel is not None:
             return ValueError, "its kernel is for unquantized weights (set layer.kernel afterwards)"
         if type(layer.quant_method) is not UnquantizedFusedMoEMethod:
             return NotImplementedError, f"it has a {type(layer.quant_method).__name__} of its own"
@@ -141,12 +141,12 @@ class LayerTarget(Target):
     def observed(self, peaks: Peaks) -> Iterator[None]:
         """Observe behind the layer's routing."""
         layer = self.module
-        before = layer.quant_method
-        layer.quant_method = _Observing(peaks)
+        before = layer.state
+        layer.state = replace(before, quant_method=_Observing(peaks))
         try:
             yield
         finally:
-            layer.quant_method = before
+            layer.state = replace(layer.state, quant_method=before.quant_method)
 
     def quantize(self, scheme: Scheme, input_scales: tuple[float, float] | None) -> None:
         """Change the layer's scheme, parameters and method."""

@@ -72,6 +72,17 @@ def packs(scheme: str | Scheme, n: int, k: int) -> bool:
     return _refusal("w", as_scheme(scheme), n, k) is None
 
 
+def splits_chunks(n: int, *, gated: bool, interleaved: bool) -> bool:
+    """Whether gate and up rows share a chunk, which kernels that apply the activation do not read.
+
+    Args:
+        n: N, the rows of the weight.
+        gated: whether the weight has gate and up rows.
+        interleaved: whether these alternate.
+    """
+    return gated and not interleaved and n % (2 * CHUNK) != 0
+
+
 def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     """Convert a weight to the packed form, which operators take like the plain form.
 

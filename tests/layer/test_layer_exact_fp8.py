@@ -10,7 +10,6 @@ from checkpoints import Experts, numbers, per_expert
 
 import moe_ops
 from moe_ops.dispatch.device import NO_GPU, assumed
-from moe_ops.layer.forms import forms_of
 from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.pipeline import forms
 from moe_ops.scheme import as_fp8, dequantize_weight, exact_fp8_scheme
@@ -85,7 +84,7 @@ def test_results(scheme, options):
     expected = layer(x, logits)
     layer.as_fp8_()
     target = exact_fp8_scheme(moe_ops.get_scheme(scheme))
-    assert forms_of(layer) == HELD and layer.scheme == target
+    assert layer.state.forms == HELD and layer.scheme == target
     assert layer.checkpoint_scheme.name == scheme and f"scheme={scheme}, held_as" in repr(layer)
     actual = layer(x, logits)
     weights, ids, _ = layer.route(x, logits)
@@ -134,7 +133,7 @@ def test_kernel_that_holds_scales():
     layer.kernel = moe_ops.FusedMoEKernel(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), experts)
     with pytest.raises(ValueError, match="layer.kernel must be None while weights change"):
         layer.as_fp8_()
-    assert forms_of(layer) == PLAIN
+    assert layer.state.forms == PLAIN
 
 
 @pytest.mark.parametrize("scheme", [TOKEN, STATIC])
@@ -173,7 +172,7 @@ def test_copies():
     layer = held()
     expected = run(layer)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.to("cpu")):
-        assert forms_of(other) == HELD and torch.equal(run(other), expected)
+        assert other.state.forms == HELD and torch.equal(run(other), expected)
         other = copy.deepcopy(other)
         other.unpack_()
         assert_same(other, loaded())
@@ -194,7 +193,7 @@ def test_reset_parameters():
     layer.to_empty(device="cpu")
     layer.reset_parameters()
     with pytest.warns(UserWarning, match="before anything was loaded"):
-        assert forms_of(layer) == HELD and not run(layer).any()
+        assert layer.state.forms == HELD and not run(layer).any()
     layer.unpack_()
     assert_same(layer, make())
 
@@ -213,14 +212,14 @@ def test_loading_what_is_not_exact():
     layer = held()
     moe_ops.load_checkpoint(layer, source_of(inexact="gate"), progress=False)
     assert_same(layer, loaded(inexact="gate"))
-    assert forms_of(layer) == PLAIN and layer.scheme.name == TOKEN
+    assert layer.state.forms == PLAIN and layer.scheme.name == TOKEN
 
 
 def test_missing_parts_stay():
     layer, old, new = (held(seed=seed) for seed in (0, 0, 1))
     part = {name: x for name, x in source_of(seed=1).items() if ".2." in name}
     report = moe_ops.load_checkpoint(layer, part, progress=False, strict=False)
-    assert report.missing and forms_of(layer) == HELD
+    assert report.missing and layer.state.forms == HELD
     for expert in range(E):
         expected = new if expert == 2 else old
         for name, x in layer.named_parameters():
@@ -278,7 +277,7 @@ def test_ranks(ranks):
     layer = loaded(width=128, reduce_results=False, **ranks)
     plain = copy.deepcopy(layer)
     layer.as_fp8_()
-    assert forms_of(layer) == HELD
+    assert layer.state.forms == HELD
     layer.unpack_()
     assert_same(layer, plain)
 
@@ -302,7 +301,7 @@ def test_gpus(scheme, arch, form, on_gpu):
     on_gpu(arch)
     with assumed(NO_GPU._replace(arch=arch)):
         layer = loaded(scheme)
-    assert forms_of(layer) == form
+    assert layer.state.forms == form
     assert all(param.weight_loader.layer is layer for param in layer.parameters())
     layer.unpack_()
     on_gpu(None)
@@ -310,42 +309,44 @@ def test_gpus(scheme, arch, form, on_gpu):
 
 
 def test_loading_on_gpus(on_gpu):
-    assert forms_of(loaded()) == PLAIN  # on a CPU
+    assert loaded().state.forms == PLAIN  # on a CPU
     on_gpu(90)
     layer = loaded()
-    assert forms_of(layer) == HELD
+    assert layer.state.forms == HELD
     layer.quant_method.process_weights_after_loading(layer)
-    assert forms_of(layer) == HELD
+    assert layer.state.forms == HELD
     before = layer.w13_weight.data_ptr()
     moe_ops.load_checkpoint(layer, source_of(seed=1), progress=False)
     assert layer.w13_weight.data_ptr() == before
-    assert set(layer.load_weights(source_of().items())) and forms_of(layer) == PLAIN
-    assert forms_of(loaded(inexact="down")) == PLAIN
-    assert forms_of(loaded("mxfp4_mxfp8")) == PLAIN
+    assert set(layer.load_weights(source_of().items())) and layer.state.forms == PLAIN
+    assert loaded(inexact="down").state.forms == PLAIN
+    assert loaded("mxfp4_mxfp8").state.forms == PLAIN
     ranks = {"ep_size": 2, "ep_rank": 1, "reduce_results": False}
-    assert forms_of(loaded(**ranks)) == HELD
-    assert forms_of(loaded(**ranks, enable_eplb=True)) == PLAIN  # experts move to other ranks
-    assert forms_of(loaded(enable_eplb=True)) == HELD
+    assert loaded(**ranks).state.forms == HELD
+    exchanging = {"dp_size": 2, "dp_rank": 1, **ranks}  # which has a kernel of its own
+    assert loaded(**exchanging).state.forms == HELD
+    assert loaded(**ranks, enable_eplb=True).state.forms == PLAIN  # experts move to other ranks
+    assert loaded(enable_eplb=True).state.forms == HELD
 
 
 def test_packed_where_rows_are_not_exact(on_gpu):
     on_gpu(90)
-    assert forms_of(loaded(**BF16)) == HELD
+    assert loaded(**BF16).state.forms == HELD
     layer = loaded(inexact="down", **BF16)
-    assert forms_of(layer) == PACKED
+    assert layer.state.forms == PACKED
     layer.quant_method.process_weights_after_loading(layer)
-    assert forms_of(layer) == PACKED
+    assert layer.state.forms == PACKED
     rows = E * (2 * I + H)
     share = f"{rows - 1} of {rows} rows (99.90%) are exact as fp8"
     assert f"weights: {TOKEN}, packed; {share}" in str(moe_ops.explain(layer, device="sm_90"))
     with pytest.raises(ValueError, match="w2_weight must have rows that are exact as fp8"):
         layer.as_fp8_()
-    assert forms_of(layer) == PACKED
+    assert layer.state.forms == PACKED
     layer = loaded(**BF16)
     layer.pack_()
-    assert forms_of(layer) == PACKED
+    assert layer.state.forms == PACKED
     layer.quant_method.process_weights_after_loading(layer)
-    assert forms_of(layer) == HELD
+    assert layer.state.forms == HELD
     on_gpu(None)
     layer.unpack_()
     assert_same(layer, loaded(**BF16))
@@ -359,7 +360,7 @@ def test_quantizing(on_gpu):
     layer = make()
     moe_ops.load_checkpoint(layer, per_expert(experts), progress=False, quantize=True)
     moe_ops.quantize_(plain, TOKEN, progress=False)
-    assert forms_of(plain) == forms_of(layer) == HELD
+    assert plain.state.forms == layer.state.forms == HELD
     assert_same(plain, layer)
     assert torch.equal(run(plain), run(layer))
 

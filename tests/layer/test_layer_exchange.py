@@ -33,8 +33,8 @@ KINDS = {
     "biases": {"has_bias": True},
     "reduced": {"reduce_results": True},
     "fp8_block128": {"quant_config": "fp8_block128"},
-    "fp8_channel": {"quant_config": "fp8_channel"},
-    "int4_w4a16_g32": {"quant_config": "int4_w4a16_g32"},
+    "fp8_channel": {"quant_config": "fp8_channel", "has_bias": True},
+    "int4_w4a16_g32": {"quant_config": "int4_w4a16_g32", "has_bias": True},
 }  # fmt: skip
 """Options with which a token's result does not depend on other tokens."""
 

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
 from moe_ops import FusedMoE, ops
-from moe_ops.layer.host_memory import offload
+from moe_ops.layer.moving import offload
 from moe_ops.quantization.peaks import needs_peaks
 from moe_ops.residency import OffloadStats, host
 from moe_ops.scheme import SCHEMES, get_scheme

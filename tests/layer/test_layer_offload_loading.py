@@ -92,7 +92,7 @@ def test_mxfp4_that_is_held_as_fp8(monkeypatch):
     plain, layer = made("mxfp4_w4a8_token"), made("mxfp4_w4a8_token", resident_experts=SLOTS)
     for each in (plain, layer):
         moe_ops.load_checkpoint(each, source, progress=False)
-    assert forms.forms_of(layer) == dict.fromkeys(forms.WEIGHTS, forms.FP8)
+    assert layer.state.forms == dict.fromkeys(forms.WEIGHTS, forms.FP8)
     assert_same_state(plain, layer)
     x, logits = torch.randn(5, SIDE).bfloat16(), torch.randn(5, E).bfloat16()
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_a_layer_of_the_device(device):
         plain, layer = (made(scheme, device=device, **n) for n in ({}, {"resident_experts": SLOTS}))
         for each in (plain, layer):
             moe_ops.load_checkpoint(each, checkpoint(scheme), progress=False)
-        assert forms.forms_of(plain) == forms.forms_of(layer)
+        assert plain.state.forms == layer.state.forms
         assert all(p.is_pinned() for p in (layer.w13_weight, layer.w2_weight)) or device == "cpu"
         for tokens in (1, 5):
             x = torch.randn(tokens, SIDE, device=device).bfloat16()

@@ -10,7 +10,6 @@ from checkpoints import Experts, per_expert
 import moe_ops
 from moe_ops import QTensor, pack_weight
 from moe_ops.dispatch.device import NO_GPU, assumed
-from moe_ops.layer.forms import packed_of
 from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.pipeline import forms
 
@@ -81,7 +80,7 @@ def test_results(scheme, options):
     plain = copy.deepcopy(layer)
     expected = run(layer)
     layer.pack_()
-    assert packed_of(layer) == ("w13", "w2") and layer.w13_weight.dtype == torch.int32
+    assert layer.state.fragments == ("w13", "w2") and layer.w13_weight.dtype == torch.int32
     assert expected.any() and torch.equal(run(layer), expected)
     layer.pack_()  # again
     assert torch.equal(run(copy.deepcopy(layer)), expected)
@@ -94,11 +93,11 @@ def test_one_of_two():
     layer = loaded("mxfp4_w4a16", 96)
     expected = run(layer)
     layer.pack_()
-    assert packed_of(layer) == ("w13",) and torch.equal(run(layer), expected)
+    assert layer.state.fragments == ("w13",) and torch.equal(run(layer), expected)
     apart = loaded("mxfp4_w4a16", 96, activation="silu")
     with pytest.raises(ValueError, match=r"multiples of 64 if w2_weight is packed .* K = 96"):
         apart.pack_()
-    assert not packed_of(apart)
+    assert not apart.state.fragments
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ def test_missing_parts_stay():
     source = source_of("int4_w4a16_g32_zp", seed=1)
     part = {name: x for name, x in source.items() if ".2." in name}
     report = moe_ops.load_checkpoint(layer, part, progress=False, strict=False)
-    assert report.missing and packed_of(layer) == ("w13", "w2")
+    assert report.missing and layer.state.fragments == ("w13", "w2")
     for expert in range(E):
         expected = new if expert == 2 else old
         for name, x in layer.named_parameters():
@@ -200,7 +199,7 @@ def test_weight_loaders():
         with pytest.raises(ValueError, match=r"param must be in the plain form .*w13_weight"):
             param.weight_loader(param, source["experts.0.up_proj.weight"], "up.weight", "w3", 0)
     assert set(layer.load_weights(source.items())) == {*source}
-    assert packed_of(layer) == ()
+    assert layer.state.fragments == ()
     assert same_parameters(layer, loaded("int8_w8a16", seed=1)) is True
 
 
@@ -217,7 +216,7 @@ def test_reset_parameters(scheme):
     layer, plain = packed(scheme), make(scheme)
     layer.to_empty(device="cpu")
     layer.reset_parameters()
-    assert packed_of(layer)
+    assert layer.state.fragments
     layer.unpack_()
     assert same_parameters(layer, plain) is True
 
@@ -254,7 +253,7 @@ def test_ranks():
         moe_ops.load_checkpoint(layer, source, progress=False)
         expected = run(layer)
         layer.pack_()
-        assert packed_of(layer) == ("w13", "w2") and torch.equal(run(layer), expected)
+        assert layer.state.fragments == ("w13", "w2") and torch.equal(run(layer), expected)
 
 
 def test_compiled():
@@ -289,39 +288,41 @@ def on_gpu(monkeypatch):
 @pytest.mark.usefixtures("on_gpu")
 def test_loading_packs_for_the_gpu():
     layer = loaded("mxfp4_w4a16", **BF16)
-    assert packed_of(layer) == ("w13", "w2")
+    assert layer.state.fragments == ("w13", "w2")
     assert all(param.weight_loader.layer is layer for param in layer.parameters())
     before = layer.w13_weight.data_ptr()
     moe_ops.load_checkpoint(layer, source_of("mxfp4_w4a16", seed=1), progress=False)
     assert layer.w13_weight.data_ptr() == before
-    assert set(layer.load_weights(source_of("mxfp4_w4a16").items())) and not packed_of(layer)
+    assert set(layer.load_weights(source_of("mxfp4_w4a16").items())) and not layer.state.fragments
     plain = layer.w13_weight
     wanted = pack_weight(QTensor(plain.clone(), layer.w13_weight_scale), "mxfp4_w4a16")
     layer.quant_method.process_weights_after_loading(layer)
-    assert packed_of(layer) == ("w13", "w2")
+    assert layer.state.fragments == ("w13", "w2")
     assert layer.w13_weight.data_ptr() == plain.data_ptr()  # packed in the plain weight's memory
     assert torch.equal(layer.w13_weight, wanted.data)
-    assert packed_of(loaded("mxfp4_w4a16", 96, **BF16)) == ("w13",)
-    assert not packed_of(loaded("mxfp4_w4a16", 96, activation="silu", **BF16))
+    assert loaded("mxfp4_w4a16", 96, **BF16).state.fragments == ("w13",)
+    assert not loaded("mxfp4_w4a16", 96, activation="silu", **BF16).state.fragments
     for dtype in (torch.bfloat16, torch.float16):  # rows are bf16 in the kernel in any case
-        assert packed_of(loaded("int4_w4a8_g128", params_dtype=dtype)) == ("w13", "w2")
-    assert not packed_of(loaded("int4_w4a8_g128"))  # the result in float32
+        assert loaded("int4_w4a8_g128", params_dtype=dtype).state.fragments == ("w13", "w2")
+    assert not loaded("int4_w4a8_g128").state.fragments  # the result in float32
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_loading_leaves_plain_what_no_kernel_reads():
-    assert not packed_of(loaded("mxfp4_w4a16", batch_invariant=True, **BF16))
-    assert not packed_of(loaded("fp8_channel", **BF16))
-    assert not packed_of(loaded("mxfp4_w4a16"))  # rows in float32
-    assert not packed_of(loaded("mxfp4_w4a16", params_dtype=torch.float16))  # cannot hold scales
+    assert not loaded("mxfp4_w4a16", batch_invariant=True, **BF16).state.fragments
+    assert not loaded("fp8_channel", **BF16).state.fragments
+    assert not loaded("mxfp4_w4a16").state.fragments  # rows in float32
+    assert not loaded(
+        "mxfp4_w4a16", params_dtype=torch.float16
+    ).state.fragments  # cannot hold scales
     for device in (NO_GPU._replace(portable_only=True), NO_GPU._replace(arch=80)):
         with assumed(device):
-            assert not packed_of(loaded("mxfp4_w4a16", **BF16))
+            assert not loaded("mxfp4_w4a16", **BF16).state.fragments
     layer = loaded("mxfp4_w4a16", **BF16)
     layer.unpack_()
     layer.kernel = kernel_of(layer)
     moe_ops.load_checkpoint(layer, source_of("mxfp4_w4a16"), progress=False)
-    assert not packed_of(layer)
+    assert not layer.state.fragments
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -329,10 +330,10 @@ def test_loading_leaves_plain_what_no_kernel_reads():
 def test_first_call_after_unpacking(scheme):
     """A group's scales have the strides of the packed form then; the call reads them to warn."""
     layer = moe_ops.quantize_(make(None).to(torch.bfloat16), scheme, progress=False)
-    assert packed_of(layer)
+    assert layer.state.fragments
     layer.unpack_()
     assert run(layer, torch.bfloat16).isfinite().all()
 
 
 def test_nothing_packs_on_a_cpu():
-    assert not packed_of(loaded("mxfp4_w4a16", **BF16))
+    assert not loaded("mxfp4_w4a16", **BF16).state.fragments

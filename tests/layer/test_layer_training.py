@@ -95,9 +95,9 @@ def test_the_same_layer_on_any_ranks():
 
 
 def test_padding_of_hidden_sizes_stays_zero(monkeypatch):
-    from moe_ops.layer import module
+    from moe_ops.layer import options
 
-    monkeypatch.setattr(module, "maybe_roundup_hidden_size", lambda hidden, *_: hidden + 16)
+    monkeypatch.setattr(options, "maybe_roundup_hidden_size", lambda hidden, *_: hidden + 16)
     layer = seeded(has_bias=True)
     for _ in range(2):
         assert layer.w13_weight.shape[-1] == H + 16 and layer.w13_weight[..., :H].all(-1).all()

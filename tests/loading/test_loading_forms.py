@@ -11,7 +11,7 @@ from act_ordered import act_ordered, gptq
 from checkpoints import Experts, per_expert
 
 import moe_ops
-from moe_ops.layer.state import STATE
+from moe_ops.layer.state_dict import STATE
 
 E, K, H, I = 4, 2, 64, 64  # noqa: E741
 ALIKE = [

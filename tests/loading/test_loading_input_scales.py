@@ -117,6 +117,22 @@ def test_static_scales_do_not_depend_on_ranks(scheme, largest):
             assert (layer.w2_input_scale == 8.25).all()
 
 
+def test_scales_that_a_load_passed_on():
+    """They count when weights are processed, unless their load has failed."""
+    source, name = scaled("fp8_tensor_static", largest=3), "experts.0.down_proj.weight"
+    own = {key: x for key, x in source.items() if key.startswith(("experts.0", "experts.1"))}
+    rest = {key: x for key, x in source.items() if key != name}
+    layer, other = (layer_of("fp8_tensor_static", ep_size=2, ep_rank=0) for _ in range(2))
+    assert moe_ops.load_checkpoint(layer, rest, strict=False, progress=False).missing
+    with pytest.raises(ValueError, match="1 missing"):
+        moe_ops.load_checkpoint(other, rest, progress=False)
+    largest = float(own["experts.1.down_proj.input_scale"])
+    for each, weights, scale in ((layer, {name: source[name]}, 8.25), (other, own, largest)):
+        assert set(each.load_weights(weights.items())) == weights.keys()
+        each.quant_method.process_weights_after_loading(each)
+        assert (each.w2_input_scale == scale).all()
+
+
 def test_ranks_of_a_static_scheme_add_up_to_one():
     """Tokens are quantized alike on every rank, so that only the order of sums differs."""
     source = scaled("fp8_tensor_static")
