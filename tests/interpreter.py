@@ -12,13 +12,10 @@ for CPU tensors, so that every operator runs its kernel.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import math
-from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
+import quick_interpreter
 import torch
 import triton
 import triton.language as tl
@@ -213,139 +210,6 @@ def _scaled(operand: tl.tensor, scale: tl.tensor, form: str) -> torch.Tensor:
     return numbers * factor.repeat_interleave(group, 1)
 
 
-def _patch_common_cases() -> None:
-    """Return at once what needs no broadcast (equal shapes share a tuple) and what is no tuple.
-
-    Such questions took a fifth of the time.
-    """
-    core, semantic = tl.core, interpreter.TritonSemantic
-    unwrap, broadcast = core._unwrap_if_constexpr, semantic.broadcast_impl_value
-
-    def unwrap_if_constexpr(o):
-        kind = type(o)
-        if kind is int or kind is core.tensor:
-            return o
-        return o.value if kind is core.constexpr else unwrap(o)
-
-    def broadcast_impl_value(self, lhs, rhs):
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
-
-    def patch_attr(obj, name, member, builder, scope):
-        """Call the function itself: its wrapper checks for the argument that is passed here."""
-        function, own = getattr(member, "__wrapped__", member), semantic(builder)
-
-        def called(*args, _semantic=None, **kwargs):
-            return function(*args, **kwargs, _semantic=own)
-
-        scope.set_attr(obj, name, called)
-
-    interpreter._patch_attr = patch_attr
-    core._unwrap_if_constexpr = unwrap_if_constexpr
-    semantic.broadcast_impl_value = broadcast_impl_value
-
-
-def _patch_reductions() -> None:
-    """Combine whole slices along the axis, in its order.
-
-    The interpreter calls the function once for every number: a third of the time of tests that
-    sort.
-    """
-
-    def generic_reduce(self, input):
-        parts, axis = self.unravel(input, self.axis)
-        dtypes = [part.dtype for part in parts]
-        slices = [np.moveaxis(part.handle.data, axis, 0) for part in parts]
-        shape = slices[0].shape[1:]
-
-        def numbers(value):
-            data = value.handle.data if isinstance(value, tl.tensor) else np.asarray(value)
-            return np.broadcast_to(data, shape) if shape else data.reshape(-1)[0]
-
-        def tensors(values):
-            return tuple(map(self.to_tensor, values, dtypes))
-
-        total = tensors(x[0] for x in slices)
-        for i in range(1, len(slices[0])):
-            found = self.combine_fn.fn(*total, *tensors(x[i] for x in slices))
-            total = tensors(map(numbers, found if isinstance(found, tuple) else (found,)))
-        results = map(numbers, total)
-        return [*tensors(np.expand_dims(x, axis) if self.keep_dims else x for x in results)]
-
-    interpreter.ReduceOps.generic_reduce = generic_reduce
-
-
-def _patch_language_once() -> None:
-    """Patch `triton.language` for good, not in every call of a kernel or a function of one.
-
-    The interpreter looks through all members of five modules each time, which took half the time
-    of these tests.
-    """
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    nothing = interpreter._LangPatchScope()
-    interpreter._patch_lang = lambda fn: nothing
-
-
-def _skip_overflow_checks() -> None:
-    """Compute no sum twice: without its debug mode the interpreter drops what the check says."""
-    builder = interpreter.interpreter_builder
-    if builder.options.debug:
-        raise RuntimeError("overflow checks are of use in debug mode")
-    builder.options = replace(builder.options, sanitize_overflow=False)
-
-
-def _patch_numpy_types() -> None:
-    """Look dtypes up in one table: the interpreter makes a dictionary of all of them each time."""
-    numpy_type = functools.cache(interpreter._get_np_dtype)
-    pointer = np.dtype(np.uint64)
-
-    def get_np_dtype(dtype: tl.dtype) -> np.dtype:
-        scalar = dtype.scalar
-        return pointer if scalar.is_ptr() else numpy_type(scalar)
-
-    interpreter._get_np_dtype = get_np_dtype
-
-
-def _patch_lazy_types() -> None:
-    """Name a block's type, and type a tuple, when somebody asks: for most values nobody does.
-
-    Shapes are few: blocks of one shape, and their types, share it.
-    """
-    core = tl.core
-
-    @functools.lru_cache(maxsize=None, typed=True)  # a size of 4.0 is no size
-    def sizes_of_type(*shape):
-        sizes = core.tuple(shape)
-        return sizes, core.validate_block_shape(sizes)
-
-    @functools.cache
-    def sizes_of_tensor(*shape):
-        return core.tuple([core.constexpr(s) for s in shape]), core.constexpr(math.prod(shape))
-
-    def init_block_type(self, element_ty, shape):
-        self.element_ty = element_ty
-        self.shape, self.numel = sizes_of_type(*map(core._unwrap_if_constexpr, shape))
-
-    def init_tensor(self, handle, type):
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = sizes_of_tensor(*(type.shape if type.is_block() else ()))
-
-    def init_tuple(self, args, type=None):
-        self.values = list(args)
-        known = type is None or isinstance(type, core.tuple_type)
-        self._type = type if known else core.tuple_type(type)
-
-    def type_of_tuple(self):
-        if self._type is None:
-            self._type = core._type_for_tuple_values(self.values)
-        return self._type
-
-    core.block_type.__init__ = init_block_type
-    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
-    core.tensor.__init__ = init_tensor
-    core.tuple.__init__ = init_tuple
-    core.tuple.type = property(type_of_tuple, lambda self, type: setattr(self, "_type", type))
-
-
 def install() -> torch.library.Library:
     """Mend the interpreter and run every operator's Triton launcher on CPU tensors.
 
@@ -361,12 +225,7 @@ def install() -> torch.library.Library:
     if _version() < (3, 7):
         _patch_loop_bounds()
     _patch_scaled_products()
-    _skip_overflow_checks()
-    _patch_numpy_types()
-    _patch_lazy_types()
-    _patch_common_cases()
-    _patch_reductions()
-    _patch_language_once()  # last: it takes what is patched so far
+    quick_interpreter.install()
     library = torch.library.Library("moe_ops", "IMPL")
     for qualified, stage in STAGES.items():
         module = importlib.import_module(f"moe_ops.kernels.{stage}")

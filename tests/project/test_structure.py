@@ -329,9 +329,9 @@ def test_import_is_light(tmp_path):
 
     That is 50 ms where torch takes 0.8 s. Time of the process, not of the clock, and relative to
     torch's: other tests run beside, and processors differ. The first run fills the cache of what is
-    imported after torch and is not counted; others may be disturbed, so one of five must be as fast.
-    Torch's objects are frozen: whether a collection of all of them (75 ms) falls into our part is
-    chance.
+    imported after torch and is not counted; others may be disturbed, so one of five must be so
+    fast. Torch's objects are frozen: whether a collection of all of them (75 ms) falls into our
+    part is chance.
     """
     code = (
         "import gc, sys, time; start = time.process_time(); import torch;"
