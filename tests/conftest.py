@@ -153,19 +153,26 @@ def pytest_collection_modifyitems(config, items):
         check_compiled(items)
 
 
+def collect_rarely():
+    """Keep the garbage collector from what has been imported, and from running often.
+
+    A compilation makes so many objects that a tenth of its time went into looking through them.
+    """
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Collect without collecting garbage: modules and items stay until the end.
 
-    The search for garbage took a third of the time, and again some of every test's: a compilation
-    makes so many objects that a tenth of its time went into looking through them.
+    The search for garbage took a third of the time, and again some of every test's.
     """
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
-        gc.set_threshold(100_000, 10, 10)
+        collect_rarely()
         gc.enable()
 
 
