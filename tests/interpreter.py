@@ -52,6 +52,7 @@ def _from_float(value: torch.Tensor, dtype: tl.dtype) -> np.ndarray:
 
 
 def _patch_casts(builder: type) -> None:
+    """Casts of bf16 and fp8 through torch: Triton 3.6 to 3.9 do not round to the nearest."""
     cast, fp_to_fp = builder.cast_impl, builder.create_fp_to_fp
 
     def convert(src, dst_type, otherwise):
@@ -96,6 +97,7 @@ def _operand(handle, precision):
 
 
 def _patch_arithmetic(builder: type) -> None:
+    """Arithmetic of bf16 and fp8 in float32: Triton 3.6 to 3.9 compute with the bits."""
     dot, binary, unary = builder.create_dot, builder.binary_op, builder.unary_op
 
     def create_dot(self, a, b, d, *rest):
@@ -136,7 +138,7 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 def _patch_fma(builder: type) -> None:
-    """The interpreter rounds twice."""
+    """Round sums of products once: Triton 3.6 to 3.8 round twice."""
     twice = builder.create_fma
 
     def create_fma(self, x, y, z):
@@ -149,13 +151,13 @@ def _patch_fma(builder: type) -> None:
 
 
 def _patch_maxima(builder: type) -> None:
-    """Of a NaN and a number that is the number, unless NaN is asked for."""
+    """Of a NaN and a number that is the number, unless NaN is asked for (fixed in Triton 3.8)."""
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
 
 def _patch_constants() -> None:
-    """A constant and a tensor make a tensor: Triton 3.7 and later see a constant in it."""
+    """A constant and a tensor make a tensor: Triton 3.7 to 3.9 see a constant in it."""
     operators = "add sub mul truediv floordiv mod and or xor lshift rshift eq ne lt le gt ge"
 
     def deferring(method):
@@ -182,7 +184,7 @@ def _patch_loop_bounds() -> None:
 def _patch_scaled_products() -> None:
     """`tl.dot_scaled`: numbers times scales, exact, added up in float32.
 
-    The interpreter has it from Triton 3.8 on, but reads scales in e4m3 as powers of two.
+    Triton 3.6 and 3.7 have none; 3.8 and 3.9 read scales in e4m3 as powers of two.
     """
 
     def dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, acc, *rest):
@@ -219,8 +221,10 @@ def install() -> torch.library.Library:
 
     _patch_casts(interpreter.InterpreterBuilder)
     _patch_arithmetic(interpreter.InterpreterBuilder)
-    _patch_fma(interpreter.InterpreterBuilder)
-    _patch_maxima(interpreter.InterpreterBuilder)
+    if _version() < (3, 9):
+        _patch_fma(interpreter.InterpreterBuilder)
+    if _version() < (3, 8):
+        _patch_maxima(interpreter.InterpreterBuilder)
     _patch_constants()
     if _version() < (3, 7):
         _patch_loop_bounds()

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -41,8 +42,13 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-def demo():
+@cache
+def demo_as_loaded():
     return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+
+
+def demo():
+    return copy.deepcopy(demo_as_loaded())
 
 
 def tokens(length=13, vocabulary=64):
