@@ -56,7 +56,7 @@ settings.register_profile("nightly", max_examples=1000, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # Asserts in what tests share say as much as their own.
-pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*.py")))
+pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("support/*.py")))
 
 if INTERPRETED:
     import checked_memory

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import weakref
-from functools import cache
 
 import pytest
 import torch
@@ -42,13 +41,8 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@cache
-def demo_as_loaded():
-    return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
-
-
 def demo():
-    return copy.deepcopy(demo_as_loaded())
+    return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
 
 
 def tokens(length=13, vocabulary=64):

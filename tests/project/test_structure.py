@@ -83,8 +83,8 @@ def test_every_operator_has_all_its_parts():
             body = tree(ROOT / folder / f"{stage}.py").body
             if name not in {node.name for node in body if isinstance(node, ast.FunctionDef)}:
                 lacking.append(f"{folder}/{stage}.py: {name}")
-        if not re.search(rf"\b{plain}\b", (ROOT / "tests/operator_samples.py").read_text()):
-            lacking.append(f"tests/operator_samples.py: {plain}")
+        if not re.search(rf"\b{plain}\b", (ROOT / "tests/support/operator_samples.py").read_text()):
+            lacking.append(f"tests/support/operator_samples.py: {plain}")
         for path in (f"tests/ops/test_{stage}.py", f"benchmarks/bench_{stage}.py"):
             if not (ROOT / path).exists():
                 lacking.append(path)
@@ -247,7 +247,7 @@ def test_only_tests_assert():
 
 
 def test_tests_import_no_tests():
-    """What test files share is in modules of `tests/`; file names of tests are unique below it."""
+    """What test files share is in `tests/support/`; names of test files are unique."""
     files = [path for path in sources() if ROOT / "tests" in path.parents]
     imported = {
         f"{name_of(path)}: {name}"
@@ -259,6 +259,13 @@ def test_tests_import_no_tests():
     }
     assert not imported
     assert len({path.name for path in files}) == len(files)
+
+
+def test_modules_that_tests_share_are_listed():
+    folder = ROOT / "tests/support"
+    listed = re.findall(r"^\| `(\w+)` \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in folder.glob("*.py"))
+    assert {path.name for path in (ROOT / "tests").glob("*.py")} == {"conftest.py"}
 
 
 def test_long_files_and_functions_have_a_reason():
