@@ -1,4 +1,4 @@
-"""Triton's interpreter, quicker: the same values in half of the time.
+"""Triton's interpreter, quicker: the same values in three quarters of the time.
 
 Most of the time of a kernel's test goes into questions of types and shapes whose answers repeat.
 What `interpreter.py` mends changes values; what stands here changes none. All of it is for the
