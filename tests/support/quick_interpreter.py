@@ -291,6 +291,27 @@ def _patch_operators() -> None:
         patch(f"__{name}__", compute, NUMPY, compares=True)
 
 
+def _patch_pointers() -> None:
+    """Add offsets to pointers in one step, too."""
+    core, slow = tl.core, tl.core.tensor.__add__
+
+    def add(self, other):
+        if type(self.dtype) is not core.pointer_type or type(other) is not core.tensor:
+            return slow(self, other)
+        shape = self.shape
+        if other.shape is not shape:
+            shape = SHAPES.get((id(shape), id(other.shape)))
+        if shape is None or not (other.dtype is tl.int32 or other.dtype is tl.int64):
+            return slow(self, other)
+        at = self.handle
+        size = max(1, at.get_element_ty().primitive_bitwidth // 8)
+        data = at.data + size * other.handle.data.astype(np.uint64)
+        whole = self.type if shape is self.shape else core.block_type(self.dtype, shape)
+        return core.tensor(interpreter.TensorHandle(data, at.dtype), whole)
+
+    core.tensor.__add__ = add
+
+
 def install() -> None:
     """Patch the interpreter of this process, after what mends it."""
     _skip_overflow_checks()
@@ -302,3 +323,4 @@ def install() -> None:
     _patch_reductions()
     _patch_language_once()  # it takes what is patched so far
     _patch_operators()
+    _patch_pointers()
