@@ -125,7 +125,7 @@ test-vllm: .venv-vllm/ready  ## vLLM makes layers and serves small models on the
 # (the others need none). Not part of `test`: it takes most of an hour.
 ONLY ?=
 mutants: $(READY)  ## Plant faults, each of which must fail a test; ONLY=kernels/permute plants some
-	$(PY) tests/mutants.py -j $(WORKERS) --only "$(ONLY)"
+	$(PY) tests/support/mutants.py -j $(WORKERS) --only "$(ONLY)"
 
 # The same tests on the real kernels; parts of the same commit merge into one record, which says
 # "complete" once it holds all of them. GPU_PART=1/2 and GPU_PART=2/2 run half of the suite each, in
@@ -161,7 +161,7 @@ gpu-test-pair: $(READY)  ## The tests of exchanges and moved experts; needs two 
 SHARE ?= 1/1
 TOOLS ?= memcheck racecheck synccheck
 sanitize: $(READY)  ## Every kernel under compute-sanitizer; needs a GPU
-	$(PY) tests/sanitizer_record.py --output $(RESULTS) --part $(SHARE) --tools $(TOOLS)
+	$(PY) tests/support/sanitizer_record.py --output $(RESULTS) --part $(SHARE) --tools $(TOOLS)
 
 # ARGS="--model qwen3-30b --tokens 1,64" times some of it: parts merge into the records row by row.
 # Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out,

@@ -169,7 +169,7 @@ def test_the_folder_of_a_user(monkeypatch):
 
 TUNE = """
 import sys
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/support"]
 from tune_trials import Clock
 from moe_ops import cli
 from moe_ops.inspect.devices import TARGETS

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_weights import HALF, OWN_ROWS, SERVED
 from pairwise import half_exhaustive
@@ -101,9 +101,10 @@ def test_gemm(scheme, tokens, k, n, kk, tile, has_bias, scaled, local, routing):
 @pytest.mark.parametrize("tile", ROW_TILES)
 @pytest.mark.parametrize("scheme", SERVED)
 def test_every_scheme_with_gates(scheme, tile):
-    for activation in ("silu", "swigluoai"):
-        problem = Problem(9, 4, 2, 192, 128, torch.bfloat16, activation, has_bias=True)
-        check(problem, scheme, activation, scaled=True, tile=tile)
+    """Each scheme, and each tile, with gates in two forms."""
+    kind = ("silu", "swigluoai")[(SERVED.index(scheme) + ROW_TILES.index(tile)) % 2]
+    problem = Problem(9, 4, 2, 192, 128, torch.bfloat16, kind, has_bias=True)
+    check(problem, scheme, kind, scaled=True, tile=tile)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
@@ -160,6 +161,8 @@ def test_half_precision(scheme):
         check(gemm_problem(9, 2, 192, 128, torch.float16, has_bias=True), scheme, tile=tile)
 
 
+# The reference has no way of its own for few slots.
+@settings(max_examples=settings().max_examples if HAS_CUDA or INTERPRETED else 6)
 @given(
     scheme=st.sampled_from(SERVED),
     tokens=st.integers(1, 3),

@@ -233,5 +233,5 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/support")]
     main(sys.argv[1:])

@@ -10,13 +10,13 @@ import pytest
 from conftest import INTERPRETED
 
 pytest.importorskip("triton")
-SCRIPT = Path(__file__).parents[1] / "cache_keys.py"
+SCRIPT = Path(__file__).parents[1] / "support/cache_keys.py"
 ORDERS = ("forward", "backward")
 
 
 def keys_of(order):
     command = [sys.executable, str(SCRIPT), order]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[2])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -83,6 +83,25 @@ def numbers(n=1024):
     return value
 
 
+@triton.jit
+def _types(out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.static_assert((i + 3).dtype == tl.int32)
+    tl.static_assert((3 + i).dtype == tl.int32)
+    tl.static_assert((i.to(tl.int64) + 4294967296).dtype == tl.int64)
+    tl.static_assert((i.to(tl.int64) & 3).dtype == tl.int64)
+    tl.static_assert((i.to(tl.uint8) + 3).dtype == tl.uint8)
+    tl.static_assert((i + i.to(tl.int64)).dtype == tl.int64)
+    tl.static_assert((i * 0.5).dtype == tl.float32)
+    tl.static_assert((i.to(tl.float16) * 2).dtype == tl.float16)
+    tl.static_assert((i.to(tl.float16) / 2).dtype == tl.float32)
+    tl.static_assert((i.to(tl.bfloat16) * i.to(tl.float32)).dtype == tl.float32)
+    at = i[:, None] * N + i[None, :]
+    tl.store(out + at, (at + 1) * (i == 2)[:, None])
+    tl.store(out + N * N + at, tl.where(i[None, :] < 3, at - 1, 7))
+    tl.store(out + 2 * N * N + at, (1 - i)[:, None] + i[None, :])
+
+
 @pytest.fixture
 def run_device(device):
     if device == "cpu" and not triton.knobs.runtime.interpret:
@@ -169,3 +188,12 @@ def test_a_constant_and_a_tensor_make_a_tensor(run_device):
     out = torch.empty(2, 8, dtype=torch.int32, device=run_device)
     _constants_first[(1,)](out, N=8)
     assert out.tolist() == [[*range(7, -1, -1)], [*range(8)]]
+
+
+def test_types_of_numbers_and_shapes_of_sums(run_device):
+    out = torch.empty(3, 4, 4, dtype=torch.int32, device=run_device)
+    _types[(1,)](out, N=4)
+    i, at = torch.arange(4), torch.arange(16).view(4, 4)
+    assert torch.equal(out[0].cpu(), ((at + 1) * (i == 2)[:, None]).int())
+    assert torch.equal(out[1].cpu(), torch.where(i < 3, at - 1, 7).int())
+    assert torch.equal(out[2].cpu(), ((1 - i)[:, None] + i).int())

@@ -77,7 +77,7 @@ def tree(tmp_path):
 
 def run(*arguments, **variables):
     """The exit status of the script, and what it printed."""
-    command = [sys.executable, ROOT / "tests" / "mutants.py", *arguments]
+    command = [sys.executable, ROOT / "tests/support/mutants.py", *arguments]
     variables = {**os.environ, **variables}
     run = subprocess.run(command, capture_output=True, text=True, env=variables)
     return run.returncode, run.stdout

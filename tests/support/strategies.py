@@ -6,8 +6,8 @@ from functools import cache
 from itertools import product
 
 import torch
-from conftest import INTERPRETED
 from hypothesis import strategies as st
+from legs import INTERPRETED
 
 from moe_ops.activation import MoEActivation
 from moe_ops.scheme import SCHEMES, WHOLE, Group, Quant, Scheme, refusal

@@ -1,6 +1,6 @@
 """What rows of expert GEMMs are in float64, with bounds."""
 
-from conftest import HAS_CUDA
+from legs import HAS_CUDA
 
 from moe_ops.activation import formula
 from moe_ops.reference.slots import local_experts

@@ -1,7 +1,7 @@
 """Problems and kernels of ranks that exchange tokens."""
 
 import torch
-from conftest import INTERPRETED
+from legs import INTERPRETED
 from modular import layer_config
 from ranks import config_of, experts_of
 

@@ -1,6 +1,6 @@
 """Signatures of what the plug-in uses of vLLM, read from vLLM's sources without importing it.
 
-    python tests/vllm_signatures.py FOLDER 0.33.0
+    python tests/support/vllm_signatures.py FOLDER 0.33.0
 
 FOLDER holds the package ``vllm``, for example an unpacked wheel. The result is written to
 `vllm_signatures.json` under the version, beside those of other versions. Tests compare the plug-in

@@ -1,6 +1,6 @@
 """Print the Triton cache keys of all kernels as JSON, after using kernels in some order.
 
-    python tests/cache_keys.py ORDER
+    python tests/support/cache_keys.py ORDER
 
 ORDER is ``forward``, ``backward`` or the seed of a shuffle. Launchers run on fake tensors and ask
 Triton for their kernels' keys as a launch does; nothing is compiled. The other keys are computed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from conftest import INTERPRETED
 from hypothesis import strategies as st
+from legs import INTERPRETED
 from torch import Tensor
 
 from moe_ops.testing import assert_matches_reference

@@ -69,7 +69,8 @@ def _run(
     rank: int, check: Any, ranks: int, backend: str, store: str, arguments: tuple[Any, ...]
 ) -> None:
     faulthandler.enable()  # a rank that crashes says where
-    importlib.import_module("conftest")  # kernels are interpreted here too, where they are
+    # Kernels are interpreted here too, where they are.
+    importlib.import_module("conftest").collect_rarely()
     torch.set_num_threads(1)
     if backend == "gloo":
         dist.Backend.register_backend(backend := "gloo_one_thread", _gloo, devices=["cpu"])

@@ -33,7 +33,7 @@ import torch
 from sanitize import SPECIALIZED, chosen, kernels_of, part_of
 from sanitizer_findings import Findings, parse, supported
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CLEAN, FOUND, NO_SANITIZER, UNSUPPORTED, BLIND = 0, 1, 3, 4, 5
 PLAIN = "plain"
 """Name of the run without the sanitizer."""
@@ -85,7 +85,7 @@ class How:
 
 def command(tool: str, sanitizer: str) -> list[str]:
     """The beginning of a tool's command line; without a tool, Python's."""
-    program = [sys.executable, str(ROOT / "tests/sanitize.py")]
+    program = [sys.executable, str(ROOT / "tests/support/sanitize.py")]
     if tool == PLAIN:
         return program
     raw = ["--raw"] if tool == "initcheck" else []
@@ -186,7 +186,7 @@ def output_of(*words: str) -> str:
 
 def said_of(sanitizer: str, tool: str, kernel: str) -> str:
     """A tool's findings about a kernel of `sanitizer_canary`."""
-    program = [sys.executable, str(ROOT / "tests/sanitizer_canary.py"), kernel]
+    program = [sys.executable, str(ROOT / "tests/support/sanitizer_canary.py"), kernel]
     return output_of(sanitizer, "--tool", tool, *COMMON, *OPTIONS[tool], *program)
 
 

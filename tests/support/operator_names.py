@@ -5,7 +5,8 @@ return another shape under its old name, a graph of an earlier version would be 
 and fail where it checks what it got. So the outputs of every name are on record; null stands at
 names that may not come back.
 
-``python tests/operator_names.py`` adds new operators, and samples that came after the others.
+``python tests/support/operator_names.py`` adds new operators, and samples that came after the
+others.
 """
 
 import json

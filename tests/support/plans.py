@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from conftest import HAS_CUDA
+from legs import HAS_CUDA
 from torch import Tensor
 
 from moe_ops.dispatch.device import Device, assumed, device_facts

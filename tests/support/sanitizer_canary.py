@@ -1,6 +1,6 @@
 """Kernels that test a sanitizer: one has a bug, one is correct but may be reported.
 
-python tests/sanitizer_canary.py out_of_bounds | handed_over
+python tests/support/sanitizer_canary.py out_of_bounds | handed_over
 """
 
 from __future__ import annotations

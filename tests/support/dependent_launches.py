@@ -4,7 +4,7 @@ from itertools import cycle, islice
 
 import pytest
 import torch
-from conftest import HAS_CUDA
+from legs import HAS_CUDA
 
 if HAS_CUDA:
     from moe_ops.kernels._hopper.gemm import HopperGemm

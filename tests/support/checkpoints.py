@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -84,13 +85,16 @@ def numbers(layer):
     return out
 
 
+@lru_cache(maxsize=1)  # found by identity: ranks of a test share their experts
+def dequantized(experts, scheme):
+    """Each projection in float32."""
+    weights = (q if isinstance(q, QTensor) else QTensor(q) for q in experts)
+    return [moe_ops.dequantize_weight(q, scheme) for q in weights]
+
+
 def expected(experts, scheme, layer, held):
     """The expected result of `numbers` on a rank: experts ``held``, its rows, then zeros."""
-    scheme = get_scheme(scheme)
-    gate, up, down = (
-        moe_ops.dequantize_weight(q if isinstance(q, QTensor) else QTensor(q), scheme)[held]
-        for q in experts
-    )
+    gate, up, down = (w[held] for w in dequantized(experts, get_scheme(scheme)))
     each, rank = layer.sizes.intermediate_size, layer.moe_parallel_config.tp_rank
     mine = slice(rank * each, (rank + 1) * each)
 

@@ -1,6 +1,6 @@
 """Run small problems through every kernel, for compute-sanitizer, and list the kernels that ran.
 
-    python tests/sanitize.py [--list] [--part 1/2] [--lines FILE] [NAME ...]
+    python tests/support/sanitize.py [--list] [--part 1/2] [--lines FILE] [NAME ...]
 
 Prints a line per case: its name, ``ok`` or what is wrong, milliseconds, kernels. Exits with 1 if a
 value is wrong or if, after all cases, a kernel for the GPU never ran. `make sanitize` runs this

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import torch
-from conftest import HAS_CUDA, INTERPRETED
+from legs import HAS_CUDA, INTERPRETED
 
 from moe_ops.pipeline import host_experts
 from moe_ops.pipeline.host_experts import store

@@ -1,6 +1,6 @@
 """Serve models with vLLM, in a process of its own: `main` prints what it wrote as JSON.
 
-    python tests/vllm_serve.py '[{"model": "path", "dtype": "float32"}]'
+    python tests/support/vllm_serve.py '[{"model": "path", "dtype": "float32"}]'
 
 Prompts are continued greedily. `served` runs this file and reads the results.
 """

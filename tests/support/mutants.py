@@ -43,7 +43,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {
     "reference": ({}, []),  # operators are their references, unless tests compile for a GPU
     "interpreter": ({"TRITON_INTERPRET": "1"}, ["-m", "kernel"]),
@@ -192,7 +192,7 @@ class Run:
             os.dup2(file.fileno(), 2)
         os.chdir(root)
         os.environ["PYTHONPATH"] = str(root)
-        elsewhere = ("", str(ROOT), str(ROOT / "tests"))
+        elsewhere = ("", *(str(ROOT / part) for part in ("", "tests", "tests/support")))
         sys.path[:] = [str(root), *(p for p in sys.path if p not in elsewhere)]
         status = 3
         try:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import HAS_CUDA
+from legs import HAS_CUDA
 
 
 def blocks(tiles):
