@@ -45,3 +45,8 @@ def check_none_dropped(num_dropped: Tensor, max_num_tokens: int) -> None:
             f"max_num_tokens must be at least the rows of the busiest expert, got {max_num_tokens}"
             f": {dropped} rows did not fit"
         )
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph of the current stream is being captured."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -97,6 +97,7 @@ def quantized(
     widens = fragments and not x.is_cpu  # references have no plan
     if (
         ids is None
+        or not isinstance(space, SlotRows)
         or space.batch_invariant
         or quant.of_all_rows
         or (scheme.dequantizes_both and not widens)
@@ -105,8 +106,8 @@ def quantized(
     tokens, k = ids.shape
     if torch.compiler.is_compiling() or type(tokens * k) is not int:
         # Rows that are dequantized are quantized into bf16 in one pass at any load.
-        each_slot, most = scheme.dequantizes_both and top_k == 1, direct_slots(weight.data.shape[0])
-        in_gemm = each_slot or not always(sure(tokens) * k > most)
+        each_slot = scheme.dequantizes_both and top_k == 1
+        in_gemm = each_slot or not always(sure(tokens) * k > direct_slots(space.num_local_experts))
     else:
         asked = _Asked(
             (*weight.data.shape[:2], x.shape[1]),

@@ -6,8 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange, sum_of_ranks
-from moe_ops.pipeline.exchange.messages import bytes_of_fp8, message_of, padded, parts_of
+from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.exchange.messages import (
+    bytes_of_fp8,
+    message_of,
+    padded,
+    parts_of,
+    sum_of_ranks,
+)
 from moe_ops.pipeline.prepare_finalize import Receiver
 
 

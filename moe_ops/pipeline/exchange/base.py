@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.gradients import refuse
+from moe_ops.pipeline.checking import is_capturing
 from moe_ops.pipeline.exchange.gradients import Sent, SentBack
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
@@ -446,19 +447,3 @@ def check_equal_scales(of_ranks: list[float]) -> None:
         raise ValueError(
             f"a1_scale (or a1_gscale) must be the same number on every rank, got {of_ranks}"
         )
-
-
-def is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph of the current stream is being captured."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def sum_of_ranks(parts: Tensor, ranks: int) -> Tensor:
-    """Sum ``(R * P, H)`` to ``(P, H)`` in float32 in the order of ranks; round once."""
-    if ranks == 1:
-        return parts
-    first, *others = parts.view(ranks, parts.shape[0] // ranks, parts.shape[1]).unbind(0)
-    total = first.float()
-    for part in others:
-        total = total + part
-    return total.to(parts.dtype)

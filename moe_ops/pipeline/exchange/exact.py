@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.pipeline.checking import is_capturing
 from moe_ops.pipeline.exchange.base import (
     Arrived,
     Outgoing,
     check_equal_scales,
-    is_capturing,
 )
 from moe_ops.pipeline.exchange.one_copy import Copies, OneCopyExchange
 

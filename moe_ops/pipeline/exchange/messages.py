@@ -36,3 +36,14 @@ def _copy(x: Tensor) -> Tensor:
     # `contiguous` would return a single row, or an axis of one number, where and as it lies in
     # memory, which may not be viewed as another dtype.
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def sum_of_ranks(parts: Tensor, ranks: int) -> Tensor:
+    """Sum ``(R * P, H)`` to ``(P, H)`` in float32 in the order of ranks; round once."""
+    if ranks == 1:
+        return parts
+    first, *others = parts.view(ranks, parts.shape[0] // ranks, parts.shape[1]).unbind(0)
+    total = first.float()
+    for part in others:
+        total = total + part
+    return total.to(parts.dtype)

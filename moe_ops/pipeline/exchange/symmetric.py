@@ -16,9 +16,9 @@ from moe_ops.pipeline.exchange.base import (
     Outgoing,
     TokenExchange,
     check_expert_ranks,
-    sum_of_ranks,
 )
 from moe_ops.pipeline.exchange.memory import allocate
+from moe_ops.pipeline.exchange.messages import sum_of_ranks
 from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.windows import INTERRUPTED, WindowLayout, Windows, nothing
 
@@ -253,21 +253,19 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         The call is in flight as long as somebody holds the copied ids.
         """
         rows, scale, weights, ids, adapters = arrived
-        copied = torch.where(ids >= 0, ids, -1)
+        copied = out_of_window(ids)
         if not torch.compiler.is_compiling():
             self._begin(next(w for w in self._windows if w.in_flight() is ids), copied)
-        weights = torch.where(ids >= 0, weights, 0)
-        return Arrived(self._copied(rows, ids), scale, weights, copied, adapters)
+        rows = out_of_window(rows, self._are_here(ids))
+        return Arrived(rows, scale, out_of_window(weights), copied, adapters)
 
-    def _copied(self, rows: Tensor, topk_ids: Tensor) -> Tensor:
-        """Copy rows out of the window by an operator: compilers drop a `clone`, as of a result."""
+    def _are_here(self, topk_ids: Tensor) -> Tensor:
+        """Mask of the tokens that were sent to this rank."""
         ranks, here = self.expert_ranks, topk_ids >= 0
         if ranks is not None:
             own = torch.cat([ranks == self._windows[0].rank, here.new_zeros(1)])
             here = own[topk_ids.clamp(max=len(ranks) - 1).long()]
-        row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        end = row.new_full((2,), rows.shape[0], dtype=torch.int64)
-        return ops.gather_rows(rows, torch.where(here.any(-1), row, -1), end, 1)
+        return here.any(-1)
 
     def send_again(self, rows: Tensor, topk_ids: Tensor) -> Receiver:
         """Write rows to the ranks of the experts once more; `send_gradients_back` may follow."""
@@ -295,8 +293,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             "",
         )
         self._check_done(windows)
-        found = self._copied(arrived, topk_ids)
-        return lambda: found
+        gradients = out_of_window(arrived, self._are_here(topk_ids))
+        return lambda: gradients
 
     def send_gradients_back(
         self, rows: Tensor | None, topk_weights: Tensor | None, topk_ids: Tensor
@@ -385,3 +383,13 @@ class SymmetricPrepareAndFinalize(TokenExchange):
                 windows.in_flight = nothing
                 return windows
         raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
+
+
+def out_of_window(rows: Tensor, used: Tensor | None = None) -> Tensor:
+    """Copy rows out of a window, with zeros for those that are not ``used``.
+
+    An operator does so: compilers drop a `clone` of a result, and may compute it later.
+    """
+    row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    end = row.new_full((2,), rows.shape[0], dtype=torch.int64)
+    return ops.gather_rows(rows, row if used is None else torch.where(used, row, -1), end, 1)
