@@ -129,11 +129,9 @@ mutants: $(READY)  ## Plant faults, each of which must fail a test; ONLY=kernels
 
 # The same tests on the real kernels; parts of the same commit merge into one record, which says
 # "complete" once it holds all of them. GPU_PART=1/2 and GPU_PART=2/2 run half of the suite each, in
-# less than ten minutes with WORKERS=26 on an H100. GPUS=4 WORKERS=96 spreads the workers over four
-# GPUs. PART= runs some files, and completes nothing.
+# less than ten minutes with WORKERS=26 on an H100. PART= runs some files, and completes nothing.
 # Left out: what needs no GPU and takes long, and the file that needs two GPUs.
 GPU_PART ?= 1/1
-GPUS ?=
 GPU_PART_1/2 := tests/pipeline tests/inspect tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench tests/project
 GPU_PART_2/2 := tests/ops
 GPU_PART_1/1 := $(GPU_PART_1/2) $(GPU_PART_2/2)
@@ -144,7 +142,7 @@ ON_GPU = $(TEST_ENV) MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(
 AS_ON_GPU := --dist worksteal -m "not aot and not install and not vllm"
 gpu-test: $(READY)  ## The tests on the real kernels; needs a GPU
 	$(if $(GPU_PART_$(GPU_PART)),,$(error GPU_PART must be 1/1, 1/2 or 2/2, got $(GPU_PART)))
-	$(if $(GPUS),MOE_OPS_GPUS=$(GPUS)) $(ON_GPU)/gpu_tests.json $(if $(GPU_WHOLE),MOE_OPS_PART=$(GPU_PART)) \
+	$(ON_GPU)/gpu_tests.json $(if $(GPU_WHOLE),MOE_OPS_PART=$(GPU_PART)) \
 	  $(PY) -m pytest $(GPU_TESTS) -n $(WORKERS) $(AS_ON_GPU)
 
 # What two GPUs run, into a record of its own: exchanges between processes and moves of experts.

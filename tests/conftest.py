@@ -22,9 +22,6 @@ from hypothesis import HealthCheck, Phase, settings
 
 # Tests see the package's tuned files alone, and not those that a user has tuned.
 os.environ["MOE_OPS_TUNED_DIR"] = str(Path(__file__).parent.parent / "moe_ops" / "configs")
-# Workers of pytest-xdist, gw0, gw1, .., take turns in the GPUs; what they start keeps theirs.
-if "PYTEST_XDIST_WORKER" in os.environ and (gpus := int(os.environ.pop("MOE_OPS_GPUS", 0))):
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % gpus)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
 COMPILED_FOR = 90

@@ -231,10 +231,10 @@ def _unread(operands: OperandSpecs, scheme: Scheme) -> str:
         rule = f"w_scale must have the dtype of a, {a.dtype}, for w of {weight}"
         return f"{rule}, got {w_scale.dtype}"
     gate = formula(operands.activation) if operands.activation else None
-    rows = {} if gate is None else {"gated": gate.gated, "interleaved": gate.interleaved}
-    if rows and splits_chunks(w.shape[1], **rows):
+    n = w.shape[1]
+    if gate is not None and splits_chunks(n, gated=gate.gated, interleaved=gate.interleaved):
         rule = f"N must be a multiple of {2 * CHUNK} for w of {weight} under {operands.activation}"
-        return f"{rule}, got {w.shape[1]}"
+        return f"{rule}, got {n}"
     if w.address != 0:
         return f"w must begin at a multiple of 16 bytes in the packed form, got {w.address} more"
     if scheme.activation is None and (a.strides[0] % 8 != 0 or a.address != 0):

@@ -99,7 +99,8 @@ class Sizes(NamedTuple):
 def _state_entries(state, wave, S: tl.constexpr):
     """The entries of the state that a wave reads: parts, clocks, and counters with their mirror.
 
-    All are read at once: the time of a wave without copies is that of a few reads, one by one.
+    All are read at once, because reads that wait for each other are what a wave without copies
+    takes its time for.
     """
     expert = tl.arange(0, S.EXPERTS)
     slot = tl.load(state + S.SLOT + expert, mask=expert < S.E, other=-1)
@@ -233,11 +234,12 @@ def _decide(
     todo = _wanted(topk_ids, expert_map, num_ids, num_global, S) & ((wave == 0) | (used < begun))
     resident = todo & (slot >= 0) & (used >= 0)
     missing = todo & ~resident
-    count = tl.sum(missing.to(tl.int32), 0)
-    if (S.MOST == S.K) & (wave == 0) & (count == 0):
+    num_missing = tl.sum(missing.to(tl.int32), 0)
+    if (S.MOST == S.K) & (wave == 0) & (num_missing == 0):
         _note_hits(state, rows, entries, resident, S)
+        count = num_missing
     else:
-        count = _gain(state, rows, entries, todo, resident, missing, S)
+        count = _gain(state, rows, entries, todo, resident, missing, num_missing, S)
     return count
 
 
@@ -256,7 +258,7 @@ def _note_hits(state, rows, entries, resident, S: tl.constexpr):
 
 
 @triton.jit
-def _gain(state, rows, entries, todo, resident, missing, S: tl.constexpr):
+def _gain(state, rows, entries, todo, resident, missing, num_missing, S: tl.constexpr):
     """`_decide` for a wave that may copy; returns the number of experts to copy."""
     expert = tl.arange(0, S.EXPERTS)
     inside = expert < S.E
@@ -264,7 +266,7 @@ def _gain(state, rows, entries, todo, resident, missing, S: tl.constexpr):
     if S.MOST < S.K:
         resident = resident & (tl.cumsum(resident.to(tl.int32), 0) <= S.MOST)
     index = tl.cumsum(missing.to(tl.int32), 0) - 1
-    num_resident, num_missing = tl.sum(resident.to(tl.int32), 0), tl.sum(missing.to(tl.int32), 0)
+    num_resident = tl.sum(resident.to(tl.int32), 0)
     count = tl.minimum(num_missing, S.MOST - num_resident)
     gains = missing & (index < count)
     present = resident | gains

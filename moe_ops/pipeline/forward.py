@@ -101,7 +101,8 @@ def forward(
         del rows
         y_TH = through(held, meta, routing)
         return y_TH if exchange is None else exchange.send_back(y_TH)
-    (w1, w2, a1_scale, a2_scale), (scheme, key, weighted, _, dtype, summed, apart) = step[:2]
+    (w1, w2, a1_scale, a2_scale), scheme, dtype = weights, settings.scheme, settings.dtype
+    key, summed, apart = settings.activation, settings.summed, settings.rounds_product
     quantizes, first = scheme.activation is not None, "" if apart else key
     rows, space, top_k, on_input = gather(rows, routing, weights, settings, meta)  # gather
     if quantizes and rows.scale is None:
@@ -120,7 +121,7 @@ def forward(
     else:
         h = quantized(h_RI, a2_scale, w2, space, scheme) if quantizes else Rows(h_RI)
     del h_RI, product_RN  # `h` is another tensor where it is quantized
-    on_output = None if weighted else routing.topk_weights
+    on_output = None if settings.on_input else routing.topk_weights
     if summed and not apart and sums_at_once(space, w2, scheme):  # GEMM, combine
         # After the launch of the first GEMM nothing is written but its results and `h`.
         y_TH = gemm_then_sum(h, w2, space, on_output, scheme, dtype, early=True)

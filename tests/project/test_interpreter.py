@@ -160,7 +160,7 @@ def test_bf16_arithmetic_and_comparison(run_device):
 
 
 def test_extremes_of_nan(run_device):
-    """Of a NaN and a number they are the number, unless NaN is asked for."""
+    """Extremes of a NaN and a number are the number, unless NaN is asked for."""
     values = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, 2.5])
     a, b = (x.flatten()[:32] for x in torch.meshgrid(values, values, indexing="ij"))
     out = torch.empty(3, 32, device=run_device)

@@ -151,7 +151,7 @@ def _patch_fma(builder: type) -> None:
 
 
 def _patch_maxima(builder: type) -> None:
-    """Of a NaN and a number that is the number, unless NaN is asked for (fixed in Triton 3.8)."""
+    """Extremes of a NaN and a number are the number, unless NaN is asked for (fixed in 3.8)."""
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 

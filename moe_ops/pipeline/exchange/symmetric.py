@@ -253,11 +253,11 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         The call is in flight as long as somebody holds the copied ids.
         """
         rows, scale, weights, ids, adapters = arrived
-        copied = out_of_window(ids)
+        copied = _out_of_window(ids)
         if not torch.compiler.is_compiling():
             self._begin(next(w for w in self._windows if w.in_flight() is ids), copied)
-        rows = out_of_window(rows, self._are_here(ids))
-        return Arrived(rows, scale, out_of_window(weights), copied, adapters)
+        rows = _out_of_window(rows, self._are_here(ids))
+        return Arrived(rows, scale, _out_of_window(weights), copied, adapters)
 
     def _are_here(self, topk_ids: Tensor) -> Tensor:
         """Mask of the tokens that were sent to this rank."""
@@ -293,7 +293,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             "",
         )
         self._check_done(windows)
-        gradients = out_of_window(arrived, self._are_here(topk_ids))
+        gradients = _out_of_window(arrived, self._are_here(topk_ids))
         return lambda: gradients
 
     def send_gradients_back(
@@ -385,7 +385,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
 
 
-def out_of_window(rows: Tensor, used: Tensor | None = None) -> Tensor:
+def _out_of_window(rows: Tensor, used: Tensor | None = None) -> Tensor:
     """Copy rows out of a window, with zeros for those that are not ``used``.
 
     An operator does so: compilers drop a `clone` of a result, and may compute it later.
