@@ -1,5 +1,6 @@
 """One set of bits: a forward pass gives the same result with gradients and without them."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from modular import EXPERTS, setup
 from pairwise import cover
 from strategies import layers
-from table_items import every_row
+from table_items import an_item_a_kernel, every_row
 
 import moe_ops
 from moe_ops.pipeline.row_spaces import depends_on_batch
@@ -40,6 +41,11 @@ RULES = [
 def both(problem, device, **more):
     """The results of `fused_experts` without gradients, and of all that may be trained."""
     inputs, config, _ = quantize_inputs(problem, make_inputs(problem, device))
+    return both_of(problem, inputs, config, **more)
+
+
+def both_of(problem, inputs, config, **more):
+    """`both` with inputs that exist."""
     more = {"quant_config": config, **more}
     plain = call(moe_ops.fused_experts, problem, inputs, **more)
     x, weights = inputs.hidden_states.clone(), inputs.topk_weights.clone()
@@ -66,7 +72,7 @@ WIDTHS = (48, 40) if INTERPRETED else (160, 136)
 
 
 @pytest.mark.kernel
-@every_row("case", CASES)
+@an_item_a_kernel("case", CASES)
 def test_experts(case, device):
     """Every scheme, activation, load and flag, in pairs."""
     case = dict(case)
@@ -84,20 +90,29 @@ def test_any_sizes(problem, device):
 REAL = ((64, 8, 2048, 1024), (8, 2, 2880, 1408))
 BLOCKS = ("fp8_block128", "int4_w4a16_g128")
 OTHERS = ("unquantized", "fp8_channel", "int8_channel", "mxfp4_w4a16")
-LAYERS = [*((s, REAL[0]) for s in BLOCKS), *((s, sizes) for s in OTHERS for sizes in REAL)]
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="kernels for real sizes")
 @pytest.mark.kernel
-@every_row("activation", ("silu", "swigluoai"))
-@every_row("tokens", (1, 8, 64, 512, 4096))
-@every_row(
+@pytest.mark.parametrize(
     ("scheme", "sizes"), [*((s, REAL[0]) for s in BLOCKS), *((s, z) for s in OTHERS for z in REAL)]
 )
-def test_real_sizes(scheme, sizes, tokens, activation, device):
-    """Loads at which each family of kernels is chosen."""
-    problem = Problem(tokens, *sizes, torch.bfloat16, scheme=scheme, activation=activation)
-    assert not differ(problem, device)
+def test_real_sizes(scheme, sizes, device):
+    """Loads at which each family of kernels is chosen; gigabytes of weights are made once."""
+    most = Problem(4096, *sizes, torch.bfloat16, scheme=scheme)
+    inputs, config, _ = quantize_inputs(most, make_inputs(most, device))
+    wrong = []
+    for tokens, activation in itertools.product((1, 8, 64, 512, 4096), ("silu", "swigluoai")):
+        problem = replace(most, num_tokens=tokens, activation=activation)
+        few = inputs._replace(
+            hidden_states=inputs.hidden_states[:tokens],
+            topk_weights=inputs.topk_weights[:tokens],
+            topk_ids=inputs.topk_ids[:tokens],
+        )
+        plain, trained = both_of(problem, few, config)
+        if not torch.equal(plain, trained):
+            wrong.append((tokens, activation))
+    assert not wrong
 
 
 @pytest.mark.kernel

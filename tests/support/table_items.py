@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from legs import HAS_CUDA
 
 OUTCOMES = (pytest.fail.Exception, pytest.skip.Exception)
 """What a row may raise besides errors; a row that is skipped fails, for nobody would see it."""
@@ -64,3 +65,8 @@ def every_row(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Any]
         return of_all_rows
 
     return decorate
+
+
+def an_item_a_kernel(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Any], Any]:
+    """`every_row`, but an item a row on a GPU, where workers share the kernels to compile."""
+    return pytest.mark.parametrize(names, [*rows]) if HAS_CUDA else every_row(names, rows)
