@@ -253,11 +253,11 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         The call is in flight as long as somebody holds the copied ids.
         """
         rows, scale, weights, ids, adapters = arrived
-        copied = _out_of_window(ids)
+        here = self._are_here(ids)
+        rows, weights, copied = _out_of_window(here, rows, weights, ids)
         if not torch.compiler.is_compiling():
             self._begin(next(w for w in self._windows if w.in_flight() is ids), copied)
-        rows = _out_of_window(rows, self._are_here(ids))
-        return Arrived(rows, scale, _out_of_window(weights), copied, adapters)
+        return Arrived(rows, scale, weights, copied, adapters)
 
     def _are_here(self, topk_ids: Tensor) -> Tensor:
         """Mask of the tokens that were sent to this rank."""
@@ -293,7 +293,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             "",
         )
         self._check_done(windows)
-        gradients = _out_of_window(arrived, self._are_here(topk_ids))
+        (gradients,) = _out_of_window(self._are_here(topk_ids), arrived)
         return lambda: gradients
 
     def send_gradients_back(
@@ -385,11 +385,12 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
 
 
-def _out_of_window(rows: Tensor, used: Tensor | None = None) -> Tensor:
-    """Copy rows out of a window, with zeros for those that are not ``used``.
+def _out_of_window(used: Tensor, rows: Tensor, *others: Tensor) -> list[Tensor]:
+    """Copy rows out of a window, with zeros for those that are not ``used``, and all of the others.
 
     An operator does so: compilers drop a `clone` of a result, and may compute it later.
     """
     row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     end = row.new_full((2,), rows.shape[0], dtype=torch.int64)
-    return ops.gather_rows(rows, row if used is None else torch.where(used, row, -1), end, 1)
+    copied = ops.gather_rows(rows, torch.where(used, row, -1), end, 1)
+    return [copied, *(ops.gather_rows(x, row, end, 1) for x in others)]
