@@ -29,7 +29,7 @@ def symmetric_send(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of all ranks, their scales, weights and ids."""
     ranks = ranks_of(peers, state)
-    check_tokens(x, topk_weights, topk_ids, rows_per_rank)
+    check_rows_sent(x, topk_weights, topk_ids, rows_per_rank)
     sizes.num_experts("num_experts", num_experts)
     if expert_ranks is not None:
         sizes.shaped("expert_ranks", expert_ranks, num_experts)
@@ -80,7 +80,7 @@ def ranks_of(peers: Tensor, state: Tensor) -> int:
     return ranks
 
 
-def check_tokens(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int) -> None:
+def check_rows_sent(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int) -> None:
     """Check the rows that this rank sends, of P at most, and their slots."""
     sizes.axes("x", x, 2)
     sizes.between("x.shape[1]", x.shape[1], 1, MOST)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ops import sizes
 from moe_ops.fake_impls.quantize import check_width
-from moe_ops.fake_impls.symmetric import check_scale, check_tokens, ranks_of
+from moe_ops.fake_impls.symmetric import check_rows_sent, check_scale, ranks_of
 from moe_ops.scheme import parse_quant
 
 
@@ -26,7 +26,7 @@ def symmetric_send_batched(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, scales, counts and dropped slots of experts; local ids and weights of all tokens."""
     ranks = ranks_of(peers, state)
-    check_tokens(x, topk_weights, topk_ids, rows_per_rank)
+    check_rows_sent(x, topk_weights, topk_ids, rows_per_rank)
     sizes.shaped("placement", placement, 2, None)
     sizes.num_experts("placement.shape[1]", placement.shape[1])
     sizes.axes("held", held, 1)

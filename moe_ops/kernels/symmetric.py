@@ -42,8 +42,8 @@ from moe_ops.kernels._symmetric.rows import (
     quantized,
     row_of,
     send_launch,
-    store_routing,
     store_row,
+    store_slots,
     travel_of,
     warps,
 )
@@ -94,7 +94,7 @@ def _send_kernel(
         for j in range(RANKS):
             rank = (RANK + j) % RANKS
             base = tl.load(peers + rank)
-            store_routing(base, row * TOP_K + slot, ids, weights, slot < TOP_K, AT)
+            store_slots(base, row * TOP_K + slot, ids, weights, slot < TOP_K, AT)
             sent = goes_to(home, rank, expert_ranks is None)
             store_row(part_of(base, AT.rows, ROW_TYPE), row, value, sent, WIDTH, RULE)
             if SCALES > 0:

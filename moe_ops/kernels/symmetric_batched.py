@@ -27,8 +27,8 @@ from moe_ops.kernels._symmetric.rows import (
     quantized,
     row_of,
     send_launch,
-    store_routing,
     store_row,
+    store_slots,
     travel_of,
     warps,
 )
@@ -67,7 +67,7 @@ def _send_ids(
     at = (RANK * rows_per_rank + token) * TOP_K + slot
     for i in range(RANKS):
         base = tl.load(peers + (RANK + i) % RANKS)
-        store_routing(base, at, ids, weights, slot < TOP_K, AT)
+        store_slots(base, at, ids, weights, slot < TOP_K, AT)
 
 
 @triton.jit

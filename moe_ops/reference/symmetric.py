@@ -67,7 +67,7 @@ def symmetric_send(
         to_rows[own][sent] = rows[sent]
         if to_scales.dim() == 2 and row_scale is not None:
             to_scales[own][sent] = row_scale[sent]
-        announce(there, rank, topk_weights, ids, rows_per_rank)
+        write_routing(there, rank, topk_weights, ids, rows_per_rank)
     exchange(windows, state, 0, windows.layout.parts.sent)
     check_sizes(windows, state, rows_per_rank)
     return arrived
@@ -138,7 +138,7 @@ def reached(windows: Windows, state: Tensor) -> range:
     return range(windows.layout.ranks)
 
 
-def announce(
+def write_routing(
     window: Window, rank: int, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int
 ) -> None:
     """Write to a window how many tokens ``rank`` has, their weights and ids, and its P."""

@@ -8,12 +8,12 @@ from torch import Tensor
 from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty_sent
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.symmetric import (
-    announce,
     check_sizes,
     completed,
     exchange,
     peer,
     reached,
+    write_routing,
 )
 from moe_ops.scheme import parse_quant
 from moe_ops.windows import windows_of
@@ -53,7 +53,7 @@ def symmetric_send_batched(
     home, expert = _placed(topk_ids, placement, ranks, len(held))
     ids = torch.where(home >= 0, topk_ids, -1)
     for other in reached(windows, state):
-        announce(peer(windows, other), rank, topk_weights, ids, rows_per_rank)
+        write_routing(peer(windows, other), rank, topk_weights, ids, rows_per_rank)
     exchange(windows, state, 0, at.sent)
     check_sizes(windows, state, rows_per_rank)
     of_all = mine[3]

@@ -82,7 +82,7 @@ def store_row(rows, row, value, sent, WIDTH: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
-def store_routing(base, at, ids, weights, inside, AT: tl.constexpr):
+def store_slots(base, at, ids, weights, inside, AT: tl.constexpr):
     """Store ids and weights of slots in the window at address ``base``."""
     tl.store(part_of(base, AT.ids, tl.int32) + at, ids, mask=inside)
     to = part_of(base, AT.weights, tl.float32) + at

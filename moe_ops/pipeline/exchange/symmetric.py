@@ -319,10 +319,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         """The windows that `send_again` used for these ids, which are free then."""
         if torch.compiler.is_compiling():
             return self._windows[0]
-        for windows in self._windows:
-            if windows.again() is topk_ids:
-                windows.again = nothing
-                return windows
+        if windows := self._given_up("again", topk_ids):
+            return windows
         raise RuntimeError(
             "in_flight must be at least the number of calls whose gradients travel at the same "
             f"time, got {self.in_flight}"
@@ -378,11 +376,20 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             raise RuntimeError("prepare must be called before finalize")
         if torch.compiler.is_compiling():
             return self._windows[0]
-        for windows in self._windows:
-            if windows.in_flight() is topk_ids:
-                windows.in_flight = nothing
-                return windows
+        if windows := self._given_up("in_flight", topk_ids):
+            return windows
         raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
+
+    def _given_up(self, use: str, topk_ids: Tensor) -> Windows | None:
+        """The windows whose ``use`` is that of these ids, which end it; None: no windows have it.
+
+        ``use`` is "in_flight" or "again".
+        """
+        for windows in self._windows:
+            if getattr(windows, use)() is topk_ids:
+                setattr(windows, use, nothing)
+                return windows
+        return None
 
 
 def _out_of_window(used: Tensor, rows: Tensor, *others: Tensor) -> list[Tensor]:
