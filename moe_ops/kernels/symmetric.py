@@ -265,7 +265,7 @@ def symmetric_send(
         quant,
     )
     windows, top_k = windows_of(peers), topk_ids.shape[1]
-    arrived = windows.arrived(*empty[:2], top_k, quant)
+    arrived = windows.arrived(empty[0], empty[1], top_k, quant)
     if x.itemsize == 1:
         x = x.view(torch.uint8)
     if scale is not None and scale.itemsize == 1:

@@ -47,7 +47,7 @@ def symmetric_send(
     )
     windows = windows_of(peers)
     rank, top_k = windows.rank, topk_ids.shape[1]
-    arrived = windows.arrived(*empty[:2], top_k, quant)
+    arrived = windows.arrived(empty[0], empty[1], top_k, quant)
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
     home = homes(torch.where(valid, topk_ids, -1), expert_ranks)
     rows, row_scale = x, scale
@@ -61,7 +61,7 @@ def symmetric_send(
     ids = torch.where(home >= 0, topk_ids, -1)
     for other in reached(windows, state):
         there = peer(windows, other)
-        to_rows, to_scales, *_ = there.arrived(*empty[:2], top_k, quant)
+        to_rows, to_scales, *_ = there.arrived(empty[0], empty[1], top_k, quant)
         own = slice(rank * rows_per_rank, rank * rows_per_rank + x.shape[0])
         sent = _goes_to(home, other, expert_ranks).nonzero().flatten()
         to_rows[own][sent] = rows[sent]

@@ -47,7 +47,7 @@ def symmetric_send_batched(
         quant,
     )
     windows = windows_of(peers)
-    mine = windows.arrived(*out[:2], topk_ids.shape[1], quant)
+    mine = windows.arrived(out[0], out[1], topk_ids.shape[1], quant)
     layout, rank, (tokens, top_k) = windows.layout, windows.rank, topk_ids.shape
     ranks, room, at = layout.ranks, layout.ranks * rows_per_rank, layout.parts
     home, expert = _placed(topk_ids, placement, ranks, len(held))
@@ -64,7 +64,7 @@ def symmetric_send_batched(
             mine[1].copy_(row_scale.reshape(1, 1, 1).expand_as(mine[1]))
         for other in reached(windows, state):
             window = peer(windows, other)
-            there_rows, there_scales, *_ = window.arrived(*out[:2], top_k, quant)
+            there_rows, there_scales, *_ = window.arrived(out[0], out[1], top_k, quant)
             token, slot = ((home == other) & (place < room)).nonzero(as_tuple=True)
             row = expert[token, slot] * room + place[token, slot]
             there_rows.flatten(0, 1)[row] = rows[token, slot]

@@ -15,8 +15,8 @@ from moe_ops.pipeline.exchange.base import (
     Needs,
     Outgoing,
     TokenExchange,
-    check_expert_ranks,
 )
+from moe_ops.pipeline.exchange.groups import check_expert_ranks
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.exchange.messages import sum_of_ranks
 from moe_ops.pipeline.prepare_finalize import Receiver
@@ -252,12 +252,12 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
         The call is in flight as long as somebody holds the copied ids.
         """
-        rows, scale, weights, ids, adapters = arrived
-        here = self._are_here(ids)
-        rows, weights, copied = _out_of_window(here, rows, weights, ids)
+        ids = arrived.topk_ids
+        taken = arrived.rows, arrived.topk_weights, ids
+        rows, weights, copied = _out_of_window(self._are_here(ids), *taken)
         if not torch.compiler.is_compiling():
             self._begin(next(w for w in self._windows if w.in_flight() is ids), copied)
-        return Arrived(rows, scale, weights, copied, adapters)
+        return arrived._replace(rows=rows, topk_weights=weights, topk_ids=copied)
 
     def _are_here(self, topk_ids: Tensor) -> Tensor:
         """Mask of the tokens that were sent to this rank."""
