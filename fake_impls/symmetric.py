@@ -29,13 +29,7 @@ def symmetric_send(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of all ranks, their scales, weights and ids."""
     ranks = ranks_of(peers, state)
-    sizes.axes("x", x, 2)
-    sizes.between("x.shape[1]", x.shape[1], 1, MOST)
-    sizes.shaped("topk_ids", topk_ids, x.shape[0], None)
-    sizes.between("topk_ids.shape[1]", topk_ids.shape[1], 1, MAX_EXPERTS)
-    sizes.shaped("topk_weights", topk_weights, *topk_ids.shape)
-    sizes.between("rows_per_rank", rows_per_rank, 0, MOST)
-    sizes.between("x.shape[0]", x.shape[0], 0, rows_per_rank)
+    check_rows_sent(x, topk_weights, topk_ids, rows_per_rank)
     sizes.num_experts("num_experts", num_experts)
     if expert_ranks is not None:
         sizes.shaped("expert_ranks", expert_ranks, num_experts)
@@ -84,6 +78,17 @@ def ranks_of(peers: Tensor, state: Tensor) -> int:
     sizes.between("peers.shape[0]", ranks + 1, 2, MOST)
     sizes.shaped("state", state, FAILED + 1)
     return ranks
+
+
+def check_rows_sent(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int) -> None:
+    """Check the rows that this rank sends, of P at most, and their slots."""
+    sizes.axes("x", x, 2)
+    sizes.between("x.shape[1]", x.shape[1], 1, MOST)
+    sizes.shaped("topk_ids", topk_ids, x.shape[0], None)
+    sizes.between("topk_ids.shape[1]", topk_ids.shape[1], 1, MAX_EXPERTS)
+    sizes.shaped("topk_weights", topk_weights, *topk_ids.shape)
+    sizes.between("rows_per_rank", rows_per_rank, 0, MOST)
+    sizes.between("x.shape[0]", x.shape[0], 0, rows_per_rank)
 
 
 def check_scale(x: Tensor, scale: Tensor | None, on_input: bool, quant: str) -> None:

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.checks import MAX_EXPERTS
 from moe_ops.fake_impls.quantize import check_width
-from moe_ops.fake_impls.symmetric import MOST, check_scale, ranks_of
+from moe_ops.fake_impls.symmetric import check_rows_sent, check_scale, ranks_of
 from moe_ops.scheme import parse_quant
 
 
@@ -27,13 +26,7 @@ def symmetric_send_batched(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, scales, counts and dropped slots of experts; local ids and weights of all tokens."""
     ranks = ranks_of(peers, state)
-    sizes.axes("x", x, 2)
-    sizes.between("x.shape[1]", x.shape[1], 1, MOST)
-    sizes.shaped("topk_ids", topk_ids, x.shape[0], None)
-    sizes.between("topk_ids.shape[1]", topk_ids.shape[1], 1, MAX_EXPERTS)
-    sizes.shaped("topk_weights", topk_weights, *topk_ids.shape)
-    sizes.between("rows_per_rank", rows_per_rank, 0, MOST)
-    sizes.between("x.shape[0]", x.shape[0], 0, rows_per_rank)
+    check_rows_sent(x, topk_weights, topk_ids, rows_per_rank)
     sizes.shaped("placement", placement, 2, None)
     sizes.num_experts("placement.shape[1]", placement.shape[1])
     sizes.axes("held", held, 1)

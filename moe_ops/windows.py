@@ -138,69 +138,34 @@ class Window:
         self.layout, self.own = layout, own
 
     def arrived(
-        self, x: Tensor, scale: Tensor | None, top_k: int, rows_per_rank: int, quant: str
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tokens in this rank's window: rows, their scales, weights and ids.
-
-        Args:
-            x: the rows that this rank sends.
-            scale: their scales, if they have some already.
-            top_k: k.
-            rows_per_rank: P.
-            quant: how they are quantized on the way, or empty.
-
-        Raises:
-            ValueError: rows, scales or slots for which the window has no room.
-        """
-        layout = self.layout
-        at, tokens = layout.parts, layout.ranks * rows_per_rank
-        width, dtype, scales = x.shape[1], x.dtype, None if scale is None else scale.shape[-1]
-        scale_dtype = torch.float32 if scale is None else scale.dtype
-        if quant:
-            rule = parse_quant(quant)
-            (*_, scales), scale_dtype = rule.row_scale_shape(tokens, width), rule.scale_dtype
-            scales = None if rule.per_tensor else scales
-            width, dtype = rule.data_width(width), rule.dtype
-        layout.check_room("x", rows_per_rank, top_k, width * dtype.itemsize)
-        at_most("bytes of a row's scales", (scales or 0) * scale_dtype.itemsize, layout.scale_bytes)
-        if scales is None:
-            row_scale = x.new_empty(1 if quant else 0, dtype=scale_dtype)
-        else:
-            row_scale = self.part(at.scales, scale_dtype, tokens, scales)
-        return (
-            self.part(at.rows, dtype, tokens, width),
-            row_scale,
-            self.part(at.weights, torch.float32, tokens, top_k),
-            self.part(at.ids, torch.int32, tokens, top_k),
-        )
-
-    def arrived_batched(
         self, rows: Tensor, scales: Tensor, top_k: int, quant: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of experts in this rank's window, their scales, and the tokens' weights.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The rows in this rank's window, their scales, and the tokens' weights and ids.
 
         Args:
-            rows: a tensor of the rows' dtype and shape, ``(El, R * P, ..)``.
-            scales: a tensor of the scales' dtype and shape. One for each expert lies in no window.
+            rows: a tensor of the rows' dtype and shape: ``(R * P, ..)``, or in the Batched format
+                ``(El, R * P, ..)``.
+            scales: a tensor of the scales' dtype and shape. A scale that rows share lies in no
+                window: it is returned as it is.
             top_k: k.
             quant: how rows are quantized on the way, or empty.
 
         Raises:
             ValueError: rows, scales, experts or slots for which the window has no room.
         """
-        layout, (experts, tokens, width) = self.layout, rows.shape
-        at = layout.parts
-        row_bytes = width * rows.dtype.itemsize
-        layout.check_room("x", tokens // layout.ranks, top_k, row_bytes)
-        at_most("len(held)", experts, layout.num_local_experts)
-        if quant and not parse_quant(quant).per_tensor:
-            own = scales.shape[2] * scales.dtype.itemsize
+        layout, at, (*experts, tokens, width) = self.layout, self.layout.parts, rows.shape
+        layout.check_room("x", tokens // layout.ranks, top_k, width * rows.dtype.itemsize)
+        if experts:
+            at_most("len(held)", experts[0], layout.num_local_experts)
+        if scales.dim() == rows.dim() and not (quant and parse_quant(quant).per_tensor):
+            own = scales.shape[-1] * scales.dtype.itemsize
             at_most("bytes of a row's scales", own, layout.scale_bytes)
             scales = self.part(at.scales, scales.dtype, *scales.shape)
         return (
             self.part(at.rows, rows.dtype, *rows.shape),
             scales,
             self.part(at.weights, torch.float32, tokens, top_k),
+            self.part(at.ids, torch.int32, tokens, top_k),
         )
 
     def part(self, offset: int, dtype: torch.dtype, *shape: int) -> Tensor:

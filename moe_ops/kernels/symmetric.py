@@ -22,31 +22,31 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.symmetric import symmetric_return as empty_returned
-from moe_ops.fake_impls.symmetric import symmetric_send as check_sent
+from moe_ops.fake_impls.symmetric import symmetric_send as empty_sent
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, next_power_of_2
 from moe_ops.kernels._symmetric.flags import (
     FAILED_AT,
     STRIDE,
+    announce,
     check_sizes,
     goes_to,
     homes,
     homes_of,
     part_of,
-    pointer,
     signal,
     wait,
 )
 from moe_ops.kernels._symmetric.rows import (
-    Travel,
     quantized,
     row_of,
+    send_launch,
     store_row,
+    store_slots,
     travel_of,
     warps,
 )
-from moe_ops.scheme import parse_quant
 from moe_ops.windows import Parts, programs_of, windows_of
 
 RETURNED_ROWS = 8
@@ -59,11 +59,18 @@ RETURNED = 8192
 def _send_kernel(
     x, scale, topk_weights, topk_ids, expert_ranks, peers, state, row_scale,
     num_tokens, rows_per_rank, num_experts, timeout,
-    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr, SCALES: tl.constexpr, RULE: tl.constexpr, GIVEN: tl.constexpr,
-    ON_INPUT: tl.constexpr, ROW_TYPE: tl.constexpr, SCALE_TYPE: tl.constexpr, AT: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
+    AT: tl.constexpr,
 ):  # fmt: skip
     """Quantize this rank's tokens and write each to the ranks of its experts; ids go to all."""
+    WIDTH: tl.constexpr = HOW.width
+    TILE: tl.constexpr = HOW.tile
+    SCALES: tl.constexpr = HOW.scales
+    RULE: tl.constexpr = HOW.rule
+    GIVEN: tl.constexpr = HOW.static
+    ON_INPUT: tl.constexpr = HOW.on_input
+    ROW_TYPE: tl.constexpr = HOW.row_type
+    SCALE_TYPE: tl.constexpr = HOW.scale_type
     take_turn()
     program, step = tl.program_id(0), tl.num_programs(0)
     steps = tl.load(state + program) + 1
@@ -87,10 +94,7 @@ def _send_kernel(
         for j in range(RANKS):
             rank = (RANK + j) % RANKS
             base = tl.load(peers + rank)
-            at, inside = row * TOP_K + slot, slot < TOP_K
-            tl.store(part_of(base, AT.ids, tl.int32) + at, ids, mask=inside)
-            to = part_of(base, AT.weights, tl.float32) + at
-            tl.store(to, weights.to(tl.float32), mask=inside)
+            store_slots(base, row * TOP_K + slot, ids, weights, slot < TOP_K, AT)
             sent = goes_to(home, rank, expert_ranks is None)
             store_row(part_of(base, AT.rows, ROW_TYPE), row, value, sent, WIDTH, RULE)
             if SCALES > 0:
@@ -98,11 +102,7 @@ def _send_kernel(
                 tl.store(to, own.to(SCALE_TYPE), mask=sent & (group < SCALES))
     if row_scale is not None:
         tl.store(row_scale, tl.load(scale).to(tl.float32), mask=program == 0)
-    if program == 0:
-        for i in range(RANKS):
-            base = tl.load(peers + i)
-            tl.store(pointer(base, AT.counts, tl.int32) + RANK, num_tokens)
-            tl.store(pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
+    announce(peers, num_tokens, rows_per_rank, program, RANK, RANKS, AT)
     signal(peers, AT.sent, program, steps, RANK, RANKS)
     wait(peers, AT.sent, program, steps, state, timeout, RANK, RANKS)
     if program == 0:
@@ -222,28 +222,6 @@ class Returned(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _send_launch(
-    rank: int, ranks: int, parts: Parts, top_k: int, travel: Travel, on_input: bool
-) -> Launch:
-    return Launch(
-        _send_kernel,
-        RANK=rank,
-        RANKS=ranks,
-        TOP_K=top_k,
-        WIDTH=travel.width,
-        TILE=travel.tile,
-        SCALES=travel.scales,
-        RULE=travel.rule,
-        GIVEN=travel.static,
-        ON_INPUT=on_input,
-        ROW_TYPE=travel.row_type,
-        SCALE_TYPE=travel.scale_type,
-        AT=parts,
-        num_warps=warps(travel.width),
-    )
-
-
-@lru_cache(maxsize=1024)
 def _return_launch(rank: int, ranks: int, parts: Parts, top_k: int, width: int) -> Launch:
     cols = next_power_of_2(width)
     at_once = min(RETURNED_ROWS, max(1, RETURNED // cols))
@@ -273,7 +251,7 @@ def symmetric_send(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch; the results are views of this rank's window."""
-    check_sent(
+    empty = empty_sent(
         x,
         scale,
         topk_weights,
@@ -286,19 +264,16 @@ def symmetric_send(
         on_input,
         quant,
     )
-    windows = windows_of(peers)
-    arrived = windows.arrived(x, scale, topk_ids.shape[1], rows_per_rank, quant)
-    rule = parse_quant(quant) if quant else None
-    static = rule is not None and scale is not None and not rule.global_scale
+    windows, top_k = windows_of(peers), topk_ids.shape[1]
+    arrived = windows.arrived(empty[0], empty[1], top_k, quant)
     if x.itemsize == 1:
         x = x.view(torch.uint8)
     if scale is not None and scale.itemsize == 1:
         scale = scale.view(torch.uint8)
-    own = (0, torch.float32) if quant or scale is None else (scale.shape[1], scale.dtype)
-    layout = windows.layout
-    travel = travel_of(x.shape[1], x.dtype, quant, static, own)
-    rank, ranks, top_k = windows.rank, layout.ranks, topk_ids.shape[1]
-    kernel = _send_launch(rank, ranks, layout.parts, top_k, travel, on_input)
+    own = None if scale is None else (1 if quant else scale.shape[1], scale.dtype)
+    travel = travel_of(x.shape[1], x.dtype, quant, own, on_input)
+    where = windows.rank, windows.layout
+    kernel = send_launch(_send_kernel, where, top_k, travel, warps(travel.width))
     kernel(
         (programs_of(rows_per_rank),),
         x.contiguous(),
@@ -308,7 +283,7 @@ def symmetric_send(
         dense(expert_ranks),
         peers,
         state,
-        arrived[1] if rule is not None and rule.per_tensor else None,
+        arrived[1] if quant and not travel.scales else None,
         x.shape[0],
         rows_per_rank,
         num_experts,

@@ -7,37 +7,32 @@ written to their places. See `moe_ops.kernels.symmetric` for windows and flags.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty_sent
 from moe_ops.kernels._runtime.dependent import take_turn
-from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels._symmetric.flags import (
+    announce,
     check_sizes,
     homes,
     part_of,
-    pointer,
     signal,
     wait,
     wait_for_all,
 )
 from moe_ops.kernels._symmetric.rows import (
-    Travel,
     quantized,
     row_of,
+    send_launch,
     store_row,
+    store_slots,
     travel_of,
     warps,
 )
-from moe_ops.scheme import parse_quant
-from moe_ops.windows import Parts, programs_of, windows_of
+from moe_ops.windows import programs_of, windows_of
 
 IDS = tl.constexpr(1024)
 """Ids that a program compares at once."""
@@ -72,9 +67,7 @@ def _send_ids(
     at = (RANK * rows_per_rank + token) * TOP_K + slot
     for i in range(RANKS):
         base = tl.load(peers + (RANK + i) % RANKS)
-        tl.store(part_of(base, AT.ids, tl.int32) + at, ids, mask=slot < TOP_K)
-        to = part_of(base, AT.weights, tl.float32) + at
-        tl.store(to, weights.to(tl.float32), mask=slot < TOP_K)
+        store_slots(base, at, ids, weights, slot < TOP_K, AT)
 
 
 @triton.jit
@@ -184,11 +177,7 @@ def _send_batched_kernel(
             topk_weights, topk_ids, placement, peers, program + i * step, num_tokens,
             rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K, AT,
         )  # fmt: skip
-    if program == 0:
-        for i in range(RANKS):
-            base = tl.load(peers + i)
-            tl.store(pointer(base, AT.counts, tl.int32) + RANK, num_tokens)
-            tl.store(pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
+    announce(peers, num_tokens, rows_per_rank, program, RANK, RANKS, AT)
     signal(peers, AT.sent, program, steps + 1, RANK, RANKS)
     wait_for_all(peers, AT.sent, step, steps + 1, state, timeout, RANK, RANKS)
     for i in range(0, (num_tokens - program + step - 1) // step):
@@ -205,34 +194,6 @@ def _send_batched_kernel(
         check_sizes(peers, AT.sizes, rows_per_rank, state, RANK, RANKS)
     wait(peers, AT.sent, program, steps + 2, state, timeout, RANK, RANKS)
     tl.store(state + program, steps + 2)
-
-
-class How(NamedTuple):
-    """How rows travel, with the fields of `Travel`: a constant of the kernel."""
-
-    width: int
-    tile: tuple[int, int]
-    scales: int
-    rule: Any
-    static: bool
-    row_type: Any
-    scale_type: Any
-    on_input: bool
-
-
-@lru_cache(maxsize=1024)
-def _send_launch(
-    rank: int, ranks: int, parts: Parts, top_k: int, travel: Travel, on_input: bool
-) -> Launch:
-    return Launch(
-        _send_batched_kernel,
-        RANK=rank,
-        RANKS=ranks,
-        TOP_K=top_k,
-        HOW=How(*travel, on_input=on_input),
-        AT=parts,
-        num_warps=max(4, warps(travel.width)),
-    )
 
 
 def symmetric_send_batched(
@@ -263,14 +224,12 @@ def symmetric_send_batched(
         quant,
     )
     windows = windows_of(peers)
-    rows, row_scale, counts, dropped, local_ids, _ = out
-    there = windows.arrived_batched(rows, row_scale, topk_ids.shape[1], quant)
-    rule = parse_quant(quant) if quant else None
-    static = rule is not None and scale is not None and not rule.global_scale
-    travel = travel_of(x.shape[1], x.dtype, quant, static, (0, torch.float32))
-    rank, layout, top_k = windows.rank, windows.layout, topk_ids.shape[1]
-    kernel = _send_launch(rank, layout.ranks, layout.parts, top_k, travel, on_input)
-    of_all = rule is not None and rule.per_tensor
+    (rows, row_scale, counts, dropped, local_ids, _), top_k = out, topk_ids.shape[1]
+    rows, row_scale, weights, _ = windows.arrived(rows, row_scale, top_k, quant)
+    own = None if scale is None else (1, scale.dtype)
+    travel = travel_of(x.shape[1], x.dtype, quant, own, on_input)
+    where, num_warps = (windows.rank, windows.layout), max(4, warps(travel.width))
+    kernel = send_launch(_send_batched_kernel, where, top_k, travel, num_warps)
     kernel(
         (programs_of(rows_per_rank),),
         x.contiguous(),
@@ -281,7 +240,7 @@ def symmetric_send_batched(
         held,
         peers,
         state,
-        there[1] if of_all else None,
+        row_scale if quant and not travel.scales else None,
         counts,
         dropped,
         local_ids,
@@ -291,4 +250,4 @@ def symmetric_send_batched(
         held.shape[0],
         windows.timeout_ns,
     )
-    return there[0], there[1], counts, dropped, local_ids, there[2]
+    return rows, row_scale, counts, dropped, local_ids, weights

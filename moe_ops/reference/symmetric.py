@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from moe_ops.fake_impls.symmetric import symmetric_send as empty_sent
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.windows import FAILED, INTERRUPTED, MOST_PROGRAMS, Window, Windows, windows_of
 
@@ -31,9 +32,22 @@ def symmetric_send(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize this rank's tokens and write each to the ranks of its experts; ids go to all."""
+    empty = empty_sent(
+        x,
+        scale,
+        topk_weights,
+        topk_ids,
+        expert_ranks,
+        peers,
+        state,
+        rows_per_rank,
+        num_experts,
+        on_input,
+        quant,
+    )
     windows = windows_of(peers)
-    layout, rank, top_k = windows.layout, windows.rank, topk_ids.shape[1]
-    arrived = windows.arrived(x, scale, top_k, rows_per_rank, quant)
+    rank, top_k = windows.rank, topk_ids.shape[1]
+    arrived = windows.arrived(empty[0], empty[1], top_k, quant)
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
     home = homes(torch.where(valid, topk_ids, -1), expert_ranks)
     rows, row_scale = x, scale
@@ -44,21 +58,17 @@ def symmetric_send(
         rows = (x.float() * topk_weights.float()).to(x.dtype)
     if row_scale is not None and row_scale.dim() == 1:  # one for all rows
         arrived[1].copy_(row_scale)
-    ids = topk_ids.new_full((rows_per_rank, top_k), -1, dtype=torch.int32)
-    ids[: x.shape[0]] = torch.where(home >= 0, topk_ids, -1).int()
+    ids = torch.where(home >= 0, topk_ids, -1)
     for other in reached(windows, state):
         there = peer(windows, other)
-        to = there.arrived(x, scale, top_k, rows_per_rank, quant)
+        to_rows, to_scales, *_ = there.arrived(empty[0], empty[1], top_k, quant)
         own = slice(rank * rows_per_rank, rank * rows_per_rank + x.shape[0])
         sent = _goes_to(home, other, expert_ranks).nonzero().flatten()
-        to[0][own][sent] = rows[sent]
-        if to[1].dim() == 2 and row_scale is not None:
-            to[1][own][sent] = row_scale[sent]
-        to[2][own] = topk_weights.float()
-        to[3][rank * rows_per_rank : (rank + 1) * rows_per_rank] = ids
-        there.part(layout.parts.counts, torch.int32, layout.ranks)[rank] = x.shape[0]
-        there.part(layout.parts.sizes, torch.int32, layout.ranks)[rank] = rows_per_rank
-    exchange(windows, state, 0, layout.parts.sent)
+        to_rows[own][sent] = rows[sent]
+        if to_scales.dim() == 2 and row_scale is not None:
+            to_scales[own][sent] = row_scale[sent]
+        write_routing(there, rank, topk_weights, ids, rows_per_rank)
+    exchange(windows, state, 0, windows.layout.parts.sent)
     check_sizes(windows, state, rows_per_rank)
     return arrived
 
@@ -126,6 +136,20 @@ def reached(windows: Windows, state: Tensor) -> range:
     if int(state[FAILED]):
         return range(windows.rank, windows.rank + 1)
     return range(windows.layout.ranks)
+
+
+def write_routing(
+    window: Window, rank: int, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int
+) -> None:
+    """Write to a window how many tokens ``rank`` has, their weights and ids, and its P."""
+    layout, (tokens, top_k) = window.layout, topk_ids.shape
+    at, ranks = layout.parts, layout.ranks
+    ids = window.part(at.ids, torch.int32, ranks, rows_per_rank, top_k)[rank]
+    ids[:tokens], ids[tokens:] = topk_ids, -1
+    weights = window.part(at.weights, torch.float32, ranks, rows_per_rank, top_k)
+    weights[rank, :tokens] = topk_weights
+    window.part(at.counts, torch.int32, ranks)[rank] = tokens
+    window.part(at.sizes, torch.int32, ranks)[rank] = rows_per_rank
 
 
 def check_sizes(windows: Windows, state: Tensor, rows_per_rank: int) -> None:

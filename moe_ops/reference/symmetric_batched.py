@@ -7,7 +7,14 @@ from torch import Tensor
 
 from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty_sent
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.reference.symmetric import check_sizes, completed, exchange, peer, reached
+from moe_ops.reference.symmetric import (
+    check_sizes,
+    completed,
+    exchange,
+    peer,
+    reached,
+    write_routing,
+)
 from moe_ops.scheme import parse_quant
 from moe_ops.windows import windows_of
 
@@ -40,22 +47,16 @@ def symmetric_send_batched(
         quant,
     )
     windows = windows_of(peers)
-    mine = windows.arrived_batched(out[0], out[1], topk_ids.shape[1], quant)
+    mine = windows.arrived(out[0], out[1], topk_ids.shape[1], quant)
     layout, rank, (tokens, top_k) = windows.layout, windows.rank, topk_ids.shape
     ranks, room, at = layout.ranks, layout.ranks * rows_per_rank, layout.parts
     home, expert = _placed(topk_ids, placement, ranks, len(held))
-    ids = topk_ids.new_full((rows_per_rank, top_k), -1, dtype=torch.int32)
-    ids[:tokens] = torch.where(home >= 0, topk_ids, -1).int()
+    ids = torch.where(home >= 0, topk_ids, -1)
     for other in reached(windows, state):
-        there = peer(windows, other)
-        there.part(at.ids, torch.int32, ranks, rows_per_rank, top_k)[rank] = ids
-        weights = there.part(at.weights, torch.float32, ranks, rows_per_rank, top_k)
-        weights[rank, :tokens] = topk_weights.float()
-        there.part(at.counts, torch.int32, ranks)[rank] = tokens
-        there.part(at.sizes, torch.int32, ranks)[rank] = rows_per_rank
+        write_routing(peer(windows, other), rank, topk_weights, ids, rows_per_rank)
     exchange(windows, state, 0, at.sent)
     check_sizes(windows, state, rows_per_rank)
-    of_all = windows.part(at.ids, torch.int32, room, top_k)
+    of_all = mine[3]
     with completed(windows, state):
         rows, row_scale = _slot_rows(x, scale, topk_weights, on_input, quant)
         place = _places(of_all)[rank * rows_per_rank : rank * rows_per_rank + tokens]
@@ -63,7 +64,7 @@ def symmetric_send_batched(
             mine[1].copy_(row_scale.reshape(1, 1, 1).expand_as(mine[1]))
         for other in reached(windows, state):
             window = peer(windows, other)
-            there_rows, there_scales, _ = window.arrived_batched(out[0], out[1], top_k, quant)
+            there_rows, there_scales, *_ = window.arrived(out[0], out[1], top_k, quant)
             token, slot = ((home == other) & (place < room)).nonzero(as_tuple=True)
             row = expert[token, slot] * room + place[token, slot]
             there_rows.flatten(0, 1)[row] = rows[token, slot]

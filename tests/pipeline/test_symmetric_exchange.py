@@ -21,6 +21,7 @@ from conftest import HAS_CUDA, INTERPRETED
 from modular import setup, twice
 from rank_kernels import ANSWERS, COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from ranks import BACKENDS, device, mine, spawn, started, two_gpus
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops.parallel import determine_expert_ranks
@@ -367,6 +368,32 @@ def test_one_rank_needs_no_group(name):
         assert scale is None or same(scale, expected.a1q_scale)
         noop, sums = moe_ops.pipeline.TopKWeightAndReduceNoOP(), torch.randn_like(x)
         assert torch.equal(part.finalize(sums, all_weights, all_ids, on_input, noop), sums)
+
+
+class Ranges(TorchDispatchMode):
+    """Counts the ranges that are made outside operators of moe_ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket is torch.ops.aten.arange
+        return function(*args, **(kwargs or {}))
+
+
+def test_copies_share_row_numbers():
+    """In grad mode rows, weights and ids are copied out of a window by one range of row numbers."""
+    x, weights = torch.randn(3, 64), torch.rand(3, 2).requires_grad_()
+    ids = torch.tensor([[0, 1], [1, 2], [3, -1]], dtype=torch.int32)
+    part = moe_ops.pipeline.SymmetricPrepareAndFinalize(RankGroup(1), 3, 64, 2)
+    (windows,), config = part.connect("cpu"), moe_ops.FusedMoEQuantConfig("unquantized")
+    with Ranges() as ranges:
+        there = part.prepare(x, weights, ids, 4, None, False, config)
+    assert ranges.count == 1
+    windows.own.zero_()
+    assert same(there.a1q, x) and same(there.topk_weights, weights.detach())
+    assert torch.equal(there.topk_ids, ids)
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

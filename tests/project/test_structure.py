@@ -31,7 +31,6 @@ WIDE_KERNELS = {
     "quantize_kernel": ROWS,
     "scaled_kernel": ROWS,
     "_copy_kernel": ROWS,
-    "_send_kernel": ROWS,
     "_send_batched_kernel": ROWS,
 }
 """Kernels with more than `MAX_KERNEL_PARAMETERS` parameters, each with the reason."""

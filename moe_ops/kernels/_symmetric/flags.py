@@ -48,6 +48,19 @@ def goes_to(home, rank, EVERYWHERE: tl.constexpr):
 
 
 @triton.jit
+def announce(
+    peers, num_tokens, rows_per_rank, program,
+    RANK: tl.constexpr, RANKS: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Tell all ranks this rank's number of tokens, and its P."""
+    if program == 0:
+        for i in range(RANKS):
+            base = tl.load(peers + i)
+            tl.store(pointer(base, AT.counts, tl.int32) + RANK, num_tokens)
+            tl.store(pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
+
+
+@triton.jit
 def signal(peers, flags, program, steps, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Tell all ranks how many steps this program has written to their windows."""
     tl.debug_barrier()

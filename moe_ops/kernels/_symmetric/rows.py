@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,8 +21,11 @@ from moe_ops.kernels._quantize.rounding import (
     scale_of,
     stored_scale,
 )
+from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import next_power_of_2
+from moe_ops.kernels._symmetric.flags import part_of
 from moe_ops.scheme import WHOLE, parse_quant
+from moe_ops.windows import WindowLayout
 
 TYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -78,8 +81,16 @@ def store_row(rows, row, value, sent, WIDTH: tl.constexpr, RULE: tl.constexpr):
         store_values(rows, value, row, first, WIDTH, valid, RULE)
 
 
+@triton.jit
+def store_slots(base, at, ids, weights, inside, AT: tl.constexpr):
+    """Store ids and weights of slots in the window at address ``base``."""
+    tl.store(part_of(base, AT.ids, tl.int32) + at, ids, mask=inside)
+    to = part_of(base, AT.weights, tl.float32) + at
+    tl.store(to, weights.to(tl.float32), mask=inside)
+
+
 class Travel(NamedTuple):
-    """What kernels need to know of the rows that they send."""
+    """How rows travel: a constant of the kernels that send them."""
 
     width: int
     """Numbers of a row."""
@@ -92,6 +103,8 @@ class Travel(NamedTuple):
     """Whether one scale is given for all rows."""
     row_type: tl.dtype
     scale_type: tl.dtype
+    on_input: bool
+    """Whether rows are multiplied by router weights."""
 
 
 def warps(width: int) -> int:
@@ -100,12 +113,23 @@ def warps(width: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def travel_of(width: int, dtype: torch.dtype, quant: str, static: bool, own: tuple) -> Travel:
-    """How rows of ``dtype`` travel; ``own``: the scales of a row that is quantized already."""
+def travel_of(
+    width: int, dtype: torch.dtype, quant: str, own: tuple | None, on_input: bool
+) -> Travel:
+    """How rows of ``dtype`` travel.
+
+    Args:
+        width: numbers of a row.
+        dtype: of the rows before they are quantized.
+        quant: how they are quantized on the way, or empty.
+        own: number and dtype of the scales of a row that is quantized already; with ``quant``, of
+            the scale that is given; None: no scale is given.
+        on_input: whether rows are multiplied by router weights.
+    """
     if not quant:
-        scales, scale_dtype = own
+        scales, scale_dtype = own or (0, torch.float32)
         tile, row_type = (1, next_power_of_2(width)), TYPES[dtype]
-        return Travel(width, tile, scales, None, False, row_type, TYPES[scale_dtype])
+        return Travel(width, tile, scales, None, False, row_type, TYPES[scale_dtype], on_input)
     rule = parse_quant(quant)
     whole = rule.group.cols == WHOLE
     cols = next_power_of_2(width) if whole else rule.group.cols
@@ -115,7 +139,25 @@ def travel_of(width: int, dtype: torch.dtype, quant: str, static: bool, own: tup
         (next_power_of_2(groups), cols),
         0 if rule.per_tensor else groups,
         rule_of(rule),
-        static,
+        own is not None and not rule.global_scale,
         TYPES[rule.dtype],
         TYPES[rule.scale_dtype],
+        on_input,
+    )
+
+
+@lru_cache(maxsize=1024)
+def send_launch(
+    kernel: Any, windows: tuple[int, WindowLayout], top_k: int, travel: Travel, num_warps: int
+) -> Launch:
+    """Launch of a kernel that sends rows, for a rank and the layout of its windows."""
+    rank, layout = windows
+    return Launch(
+        kernel,
+        RANK=rank,
+        RANKS=layout.ranks,
+        TOP_K=top_k,
+        HOW=travel,
+        AT=layout.parts,
+        num_warps=num_warps,
     )

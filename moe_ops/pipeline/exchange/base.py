@@ -20,8 +20,12 @@ from moe_ops import checks, ops
 from moe_ops.gradients import refuse
 from moe_ops.pipeline.checking import is_capturing
 from moe_ops.pipeline.exchange.gradients import Sent, SentBack
-from moe_ops.pipeline.exchange.groups import RankGroup
-from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
+from moe_ops.pipeline.exchange.groups import RankGroup, check_equal_scales
+from moe_ops.pipeline.formats import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    PrepareResult,
+)
 from moe_ops.pipeline.lora import attach_lora_ids
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular, Receiver
@@ -85,6 +89,8 @@ class Arrived(NamedTuple):
     topk_ids: Tensor
     lora_ids: Tensor | None = None
     """As in `Outgoing`; rows that are no tokens have no expert, whatever stands here."""
+    meta: ExpertTokensMetadata | None = None
+    """Counts of the experts' rows, in the Batched format."""
 
 
 class TokenExchange(FusedMoEPrepareAndFinalizeModular):
@@ -122,6 +128,11 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
     takes: ClassVar[frozenset[str]] = frozenset()
     """The fields of `Needs` that are arguments of the class, beside the first two."""
+    sends_slots: ClassVar[bool] = False
+    """Whether a row travels for each slot of a token, so that it can be multiplied before it does.
+    """
+    local: FusedMoEPrepareAndFinalizeModular
+    """Sums a token's experts on this rank."""
 
     def __init__(
         self,
@@ -280,7 +291,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             NotImplementedError: ``lora_ids`` in an exchange that does not take them.
         """
         adapters = None if lora_ids is None else self.lora_column(lora_ids)
-        later = apply_router_weight_on_input and topk_ids.shape[1] > 1
+        later = apply_router_weight_on_input and topk_ids.shape[1] > 1 and not self.sends_slots
         on_input = apply_router_weight_on_input and not later
         quant = None if defer_input_quant else quant_config.scheme.activation
         before = None if later else quant
@@ -306,7 +317,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
         def receiver() -> PrepareResult:
             arrived = receive()
-            rows, scale, weights, ids, adapters = self.kept(arrived) if recorded else arrived
+            rows, scale, weights, ids, adapters, meta = self.kept(arrived) if recorded else arrived
             if trained:
                 rows, weights = Sent.apply(self, a1, topk_weights, rows, weights, ids)
             if later and quant is None:
@@ -316,7 +327,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
                 rows, scale = self._quantized(rows, routed, num_experts, quant_config, quant, True)
             if adapters is not None:
                 attach_lora_ids(ids, adapters.view(-1))
-            return PrepareResult(rows, scale, None, ids, weights)
+            return PrepareResult(rows, scale, meta, ids, weights)
 
         return receiver
 
@@ -431,19 +442,3 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         scale = self.group.all_gather(own).amax(0, keepdim=True)
         with_scale = replace(quant, scale="float32", static=True)
         return ops.moe_quantize(tokens, scale, router_weights, *slots, with_scale.key)
-
-
-def check_expert_ranks(expert_ranks: Tensor, ranks: int) -> None:
-    """Raise TypeError or ValueError unless these are int32 ``(E,)``, each one of the ranks."""
-    checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
-    wrong = expert_ranks[(expert_ranks < 0) | (expert_ranks >= ranks)]
-    if wrong.numel():
-        raise ValueError(f"expert_ranks must be in 0..{ranks - 1}, got {int(wrong[0])}")
-
-
-def check_equal_scales(of_ranks: list[float]) -> None:
-    """Raise ValueError if the ranks have different static scales."""
-    if len(set(of_ranks)) > 1:
-        raise ValueError(
-            f"a1_scale (or a1_gscale) must be the same number on every rank, got {of_ranks}"
-        )

@@ -12,8 +12,8 @@ from moe_ops.pipeline.checking import is_capturing
 from moe_ops.pipeline.exchange.base import (
     Arrived,
     Outgoing,
-    check_equal_scales,
 )
+from moe_ops.pipeline.exchange.groups import check_equal_scales
 from moe_ops.pipeline.exchange.one_copy import Copies, OneCopyExchange
 
 

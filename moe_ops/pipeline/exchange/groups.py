@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ops import checks
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.agreement import gather_texts, process_group
 
@@ -183,3 +184,19 @@ class RankGroup(NamedTuple):
                 "ranks, got neither"
             )
         return dist.group.WORLD.group_name
+
+
+def check_expert_ranks(expert_ranks: Tensor, ranks: int) -> None:
+    """Raise TypeError or ValueError unless these are int32 ``(E,)``, each one of the ranks."""
+    checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
+    wrong = expert_ranks[(expert_ranks < 0) | (expert_ranks >= ranks)]
+    if wrong.numel():
+        raise ValueError(f"expert_ranks must be in 0..{ranks - 1}, got {int(wrong[0])}")
+
+
+def check_equal_scales(of_ranks: list[float]) -> None:
+    """Raise ValueError if the ranks have different static scales."""
+    if len(set(of_ranks)) > 1:
+        raise ValueError(
+            f"a1_scale (or a1_gscale) must be the same number on every rank, got {of_ranks}"
+        )

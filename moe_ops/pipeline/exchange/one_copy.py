@@ -16,8 +16,8 @@ from moe_ops.pipeline.exchange.base import (
     Arrived,
     Outgoing,
     TokenExchange,
-    check_expert_ranks,
 )
+from moe_ops.pipeline.exchange.groups import check_expert_ranks
 from moe_ops.pipeline.exchange.messages import bytes_of_fp8, message_of, parts_of
 from moe_ops.pipeline.prepare_finalize import Receiver
 

@@ -15,8 +15,8 @@ from moe_ops.pipeline.exchange.base import (
     Needs,
     Outgoing,
     TokenExchange,
-    check_expert_ranks,
 )
+from moe_ops.pipeline.exchange.groups import check_expert_ranks
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.exchange.messages import sum_of_ranks
 from moe_ops.pipeline.prepare_finalize import Receiver
@@ -252,12 +252,12 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
         The call is in flight as long as somebody holds the copied ids.
         """
-        rows, scale, weights, ids, adapters = arrived
-        copied = _out_of_window(ids)
+        ids = arrived.topk_ids
+        taken = arrived.rows, arrived.topk_weights, ids
+        rows, weights, copied = _out_of_window(self._are_here(ids), *taken)
         if not torch.compiler.is_compiling():
             self._begin(next(w for w in self._windows if w.in_flight() is ids), copied)
-        rows = _out_of_window(rows, self._are_here(ids))
-        return Arrived(rows, scale, _out_of_window(weights), copied, adapters)
+        return arrived._replace(rows=rows, topk_weights=weights, topk_ids=copied)
 
     def _are_here(self, topk_ids: Tensor) -> Tensor:
         """Mask of the tokens that were sent to this rank."""
@@ -293,7 +293,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             "",
         )
         self._check_done(windows)
-        gradients = _out_of_window(arrived, self._are_here(topk_ids))
+        (gradients,) = _out_of_window(self._are_here(topk_ids), arrived)
         return lambda: gradients
 
     def send_gradients_back(
@@ -319,10 +319,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         """The windows that `send_again` used for these ids, which are free then."""
         if torch.compiler.is_compiling():
             return self._windows[0]
-        for windows in self._windows:
-            if windows.again() is topk_ids:
-                windows.again = nothing
-                return windows
+        if windows := self._given_up("again", topk_ids):
+            return windows
         raise RuntimeError(
             "in_flight must be at least the number of calls whose gradients travel at the same "
             f"time, got {self.in_flight}"
@@ -378,18 +376,28 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             raise RuntimeError("prepare must be called before finalize")
         if torch.compiler.is_compiling():
             return self._windows[0]
-        for windows in self._windows:
-            if windows.in_flight() is topk_ids:
-                windows.in_flight = nothing
-                return windows
+        if windows := self._given_up("in_flight", topk_ids):
+            return windows
         raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
 
+    def _given_up(self, use: str, topk_ids: Tensor) -> Windows | None:
+        """The windows whose ``use`` is that of these ids, which end it; None: no windows have it.
 
-def _out_of_window(rows: Tensor, used: Tensor | None = None) -> Tensor:
-    """Copy rows out of a window, with zeros for those that are not ``used``.
+        ``use`` is "in_flight" or "again".
+        """
+        for windows in self._windows:
+            if getattr(windows, use)() is topk_ids:
+                setattr(windows, use, nothing)
+                return windows
+        return None
+
+
+def _out_of_window(used: Tensor, rows: Tensor, *others: Tensor) -> list[Tensor]:
+    """Copy rows out of a window, with zeros for those that are not ``used``, and all of the others.
 
     An operator does so: compilers drop a `clone` of a result, and may compute it later.
     """
     row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     end = row.new_full((2,), rows.shape[0], dtype=torch.int64)
-    return ops.gather_rows(rows, row if used is None else torch.where(used, row, -1), end, 1)
+    copied = ops.gather_rows(rows, torch.where(used, row, -1), end, 1)
+    return [copied, *(ops.gather_rows(x, row, end, 1) for x in others)]

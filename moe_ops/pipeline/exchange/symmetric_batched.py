@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.checking import check_none_dropped
+from moe_ops.pipeline.exchange.base import Arrived, Outgoing
 from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
-from moe_ops.pipeline.formats import (
-    ExpertTokensMetadata,
-    FusedMoEActivationFormat,
-    PrepareResult,
-)
-from moe_ops.pipeline.prepare_finalize import Receiver
-from moe_ops.pipeline.weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNaiveBatched,
-)
-from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.windows import Windows
 
 
@@ -67,6 +59,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
 
     expert_ranks: Tensor
     takes = SymmetricPrepareAndFinalize.takes - {"equal_num_tokens"}
+    sends_slots = True
 
     def __init__(
         self,
@@ -100,6 +93,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
                 f"{held}"
             )
         self.layout = self.layout._replace(num_local_experts=held[0])
+        self.local = BatchedPrepareAndFinalize(max_num_tokens, held[0], self.group.size, 0)
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -117,30 +111,19 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         for tensor in (self.placement, self.held):
             torch._dynamo.mark_static_address(tensor)
 
-    def prepare_async(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-        *,
-        lora_ids: Tensor | None = None,
-    ) -> Receiver:
+    def has_gradients(self) -> bool:
+        """False."""
+        return False
+
+    def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Write rows to their experts; ids of the result count from this rank's first expert."""
-        if lora_ids is not None:
-            self.lora_column(lora_ids)  # raises
-        windows = self._ready(a1, topk_ids)
-        quant = None if defer_input_quant else quant_config.scheme.activation
-        a1_scale = quant_config.input_scales[0]
+        windows, quant = self._ready(tokens.a1, tokens.topk_ids), tokens.quant
+        a1_scale = tokens.quant_config.input_scales[0]
         after = quant is not None and quant.of_all_rows
-        if after and apply_router_weight_on_input:  # rounded before it is known by which scale
+        if after and tokens.on_input:  # rounded before it is known by which scale
             raise NotImplementedError(
                 "apply_router_weight_on_input must be False where rows of an expert share a scale "
-                f"that comes from the data, got True with {quant_config.scheme.name}"
+                f"that comes from the data, got True with {tokens.quant_config.scheme.name}"
             )
         key = "" if quant is None or after else quant.key
         if key and a1_scale is not None and a1_scale.numel() != 1:
@@ -148,16 +131,16 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
                 f"a1_scale must be one number where tokens are sent, got {a1_scale.numel()} numbers"
             )
         rows, scale, counts, dropped, ids, weights = ops.symmetric_send_batched(
-            a1,
+            tokens.a1,
             a1_scale if key else None,
-            topk_weights,
-            topk_ids,
+            tokens.topk_weights,
+            tokens.topk_ids,
             self.placement,
             self.held,
             windows.peers,
             windows.state,
             self.max_num_tokens,
-            apply_router_weight_on_input,
+            tokens.on_input,
             key,
         )
         self._check_done(windows)
@@ -166,21 +149,5 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         check_none_dropped(dropped, self.group.size * self.max_num_tokens)
         self._begin(windows, ids)
         meta = ExpertTokensMetadata(counts, None, dropped)
-        result = PrepareResult(rows, None if quant is None else scale, meta, ids, weights)
-        return lambda: result
-
-    def finalize_async(
-        self,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> Receiver:
-        """Sum the rows of each token's local slots, and return the sums."""
-        reduce = weight_and_reduce_impl
-        if isinstance(reduce, TopKWeightAndReduceDelegate):
-            reduce = TopKWeightAndReduceNaiveBatched(0)
-        on_input = apply_router_weight_on_input
-        sums = reduce.apply(None, fused_expert_output, topk_weights, topk_ids, on_input)
-        return self.send_back(sums, topk_ids)
+        there = None if quant is None else scale
+        return lambda: Arrived(rows, there, weights, ids, meta=meta)
