@@ -106,6 +106,11 @@ def check_kernels(rank, ranks):
             error = (out.float() - expected).norm() / expected.norm().clamp(min=1e-9)
             assert error < 0.02, (name, kind.__name__, float(error))
             assert torch.equal(kernel.apply(**arguments), out)
+            trained = arguments | {"hidden_states": arguments["hidden_states"].requires_grad_()}
+            result = kernel.apply(**trained)
+            assert torch.equal(result, out)
+            with pytest.raises(NotImplementedError, match="prepare_finalize must have gradients"):
+                result.backward(result)
 
 
 def check_compiled(rank, ranks):
