@@ -17,7 +17,7 @@ from moe_ops.layer.forms import are_exact, in_forms
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
-from moe_ops.layer.rank_checks import check_own_weights
+from moe_ops.layer.rank_checks import check_own_weights, is_cut
 from moe_ops.layer.shared import shared_hint
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import FP8, PLAIN
@@ -74,7 +74,7 @@ def load_checkpoint(
     Tensors are read one by one, from one file at a time. For experts on other ranks only static
     input scales are read, because all experts share the largest one. New tensors are filled first,
     and copied into the parameters when they are complete: a load that fails leaves the layer as it
-    was.
+    was. Under `fully_shard` over replicas each rank reads its whole layer, and keeps its part.
 
     The tensors may be those of one expert each (``experts.3.gate_proj.weight``,
     ``experts.3.w1.weight``) or of all experts (``experts.gate_up_proj``,
@@ -126,7 +126,8 @@ def load_checkpoint(
         TypeError: an unknown kind of source.
         NotImplementedError: blocks of several rows in a layer whose gate and up rows alternate; an
             expert whose gate and up columns are in different orders; weights that a wrapper holds
-            or computes (`fully_shard`, a parametrization).
+            or computes (a parametrization, `fully_shard` between forward and backward pass); with
+            `fully_shard`, missing weights, or scales that change their shape.
 
     Source:
         The loaders of vLLM's and transformers' models, which leave missing parts undefined.
@@ -138,7 +139,8 @@ def load_checkpoint(
         layout = LAYOUTS[layout]
     if not isinstance(layer, FusedMoE):
         raise TypeError(f"layer must be a FusedMoE, got {type(layer).__name__}{_layers_in(layer)}")
-    check_own_weights(layer)
+    if not is_cut(layer):
+        check_own_weights(layer)
     if layer.w13_weight.is_meta:
         raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
     if quantize and layer.checkpoint_scheme.weight is None:
@@ -173,7 +175,11 @@ def _load(
         layer.compute_device,
         is_gated=stage.state.sizes.gated,
     )
-    lacks_weights = any(placing.missing())
+    lacks_weights, cut = any(placing.missing()), is_cut(layer)
+    if lacks_weights and cut:
+        raise NotImplementedError(
+            f"layer must be loaded whole under fully_shard, got {_message(report, prefix, ignored)}"
+        )
     if lacks_weights and (placing.act_order or layer.w13_input_order is not None):
         raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
     if lacks_weights:
@@ -185,7 +191,7 @@ def _load(
         getattr(layer, buffer).copy_(x)
     if lacks_weights:
         layer.renew_slots()
-    else:
+    elif not cut:
         layer.quant_method.process_weights_after_loading(layer)
     _set_input_order(layer, order)
     return report
@@ -292,10 +298,27 @@ def _commit(layer: FusedMoE, stage: Stage) -> None:
         if old is new:
             continue
         if old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
-            old.data.copy_(new)
+            _overwrite(old, new.data)
+        elif old is not None and hasattr(old, "device_mesh"):
+            got = None if new is None else tuple(new.shape)
+            raise NotImplementedError(
+                f"{name} must keep its shape {tuple(old.shape)} under fully_shard, got {got}: "
+                "load before fully_shard"
+            )
         else:
             own[name] = new
     layer.take(Stage(held.holding(stage.state), own))
+
+
+def _overwrite(parameter: Any, whole: Tensor) -> None:
+    """Overwrite a parameter in place, or the part of it that `fully_shard` leaves this rank."""
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (slow)
+
+        mesh, placements = parameter.device_mesh, parameter.placements
+        whole = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+        parameter = parameter.to_local()
+    parameter.data.copy_(whole)
 
 
 def _set_input_order(layer: FusedMoE, order: Tensor | None) -> None:

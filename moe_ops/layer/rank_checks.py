@@ -243,6 +243,20 @@ def check_own_weights(layer: ExpertLayer) -> None:
         raise NotImplementedError(f"layer must hold its weights as own parameters, got {reason}")
 
 
+def is_cut(layer: ExpertLayer) -> bool:
+    """Whether each rank of `fully_shard` holds its part of every weight of the experts now.
+
+    It does not between the forward and the backward pass, when weights are gathered.
+
+    Raises:
+        NotImplementedError: the ranks share the layer: see `check_sharded`.
+    """
+    held = {name: x for name, x in held_by(layer).items() if x is not None}
+    for name, x in held.items():
+        check_sharded(layer, name, x)
+    return all(hasattr(x, "device_mesh") for x in held.values())
+
+
 def held_by(layer: ExpertLayer) -> dict[str, Tensor | None]:
     """Return the tensors of a layer's experts by name, as the layer sees them."""
     return {name: getattr(layer, name) for name in parameter_specs(layer.sizes)}

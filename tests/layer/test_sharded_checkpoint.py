@@ -267,6 +267,43 @@ def check_fsdp(rank, ranks, folder):
         resumed(other, f"{folder}/{flat}", flat)
         assert all(map(torch.equal, *(map(local, b.parameters()) for b in (other, block))))
         torch.testing.assert_close(other(x), start(x))
+    check_meta(mesh, options, folder)
+
+
+def check_meta(mesh, options, folder):
+    """Made on no device, cut over replicas, given memory, and loaded expert by expert."""
+    g = torch.Generator().manual_seed(5)
+    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+    weights = {
+        f"experts.{expert}.{name}.weight": torch.randn(*shape, generator=g) / shape[1] ** 0.5
+        for expert in range(E)
+        for name, shape in shapes.items()
+    }
+    few = {name: x for name, x in weights.items() if "gate" not in name}
+    for scheme in (None, "int8_w8a16"):
+        how = {"progress": False, "quantize": scheme is not None}
+        whole = Block(scheme=scheme)
+        moe_ops.load_checkpoint(whole.experts, weights, **how)
+        save(whole, folder, f"meta {scheme}")
+        with torch.device("meta"):
+            block = Block(scheme=scheme, **options)
+        block = fully_shard(block, mesh=mesh["data"])
+        with pytest.raises(ValueError, match="call to_empty first"):
+            moe_ops.load_checkpoint(block.experts, weights, **how)
+        block.to_empty(device="cpu")
+        load(block, folder, f"meta {scheme}")
+        for x in block.experts.parameters():
+            local(x).view(torch.uint8).fill_(1)
+        with pytest.raises(NotImplementedError, match="loaded whole under fully_shard"):
+            moe_ops.load_checkpoint(block.experts, few, strict=False, **how)
+        moe_ops.load_checkpoint(block.experts, weights, **how)
+        expected = load(Block(scheme=scheme, **options), folder, f"meta {scheme}")
+        for x, y in zip(block.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(x.full_tensor().view(torch.uint8), y.data.view(torch.uint8))
+        x = torch.randn(6, H, generator=g)
+        torch.testing.assert_close(block(x), whole(x))
+        with pytest.raises(NotImplementedError, match="own parameters, got w13_weight under"):
+            moe_ops.load_checkpoint(block.experts, weights, **how)  # gathered by the forward pass
 
 
 def check_clipping(block, alone, x):
