@@ -166,9 +166,7 @@ for variables in {[variables for variables, _ in FOLDERS.values()]}:
     importlib.reload(tuned)
     print(tuned.FOLDER, len(tuned.folders()))
 """
-    expected = [
-        f"{folder} {2 if case == 'named' else 1}" for case, (_, folder) in FOLDERS.items()
-    ]
+    expected = [f"{folder} {2 if case == 'named' else 1}" for case, (_, folder) in FOLDERS.items()]
     assert python(code).stdout.splitlines() == expected
 
 
