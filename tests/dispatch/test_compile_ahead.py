@@ -83,9 +83,9 @@ def test_one_process_compiles_nothing_ahead():
 
 def test_errors_are_told():
     """No driver: there is no GPU, or no such tiles."""
-    (start, *_) = subject("mxfp4_w4a16").beginnings(64, 1)
+    (start, *_) = subject("fp8_channel").beginnings(64, 1)
     wrong = start._replace(tiles=replace(start.tiles, ctas=9))
-    said = compile_trial("silu", subject("mxfp4_w4a16"), wrong)
+    said = compile_trial("silu", subject("fp8_channel"), wrong)
     assert said.startswith("Trial(num_tokens=64, gemm=1") and "has 9 CTAs per SM" in said
 
 

@@ -42,17 +42,16 @@ def test_the_folder_of_the_environment(tmp_path):
     (tmp_path / name).write_text(json.dumps(record(8, _64=entry(), _512=entry(32))))
     (tmp_path / "README.md").write_text("not a file of tiles")
     run = (
-        "from moe_ops.cli import main; main('explain --model qwen3-30b --scheme fp8_block128"
-        " --device sm_90 --tokens 64,512 --json'.split())"
+        "from moe_ops.cli import main; run = 'explain --model qwen3-30b --scheme fp8_block128"
+        " --device sm_90 --tokens 64,512'.split(); main([*run, '--json']); print('TEXT'); main(run)"
     )
-    done = python(run, MOE_OPS_TUNED_DIR=str(tmp_path))
-    small, large = json.loads(done.stdout)["costs"]
+    found, text = python(run, MOE_OPS_TUNED_DIR=str(tmp_path)).stdout.split("TEXT\n")
+    small, large = json.loads(found)["costs"]
     assert small["tiles_from"] == [f"tuned ({name})"] * 2
     assert small["gemm1"]["block_m"] == 16 and small["gemm2"]["block_n"] == 32
     # A plan for 512 tokens has tiles of 64 rows.
     assert large["tiles_from"] == [f"{DEFAULT} ({name} has nothing for this load)"] * 2
     assert large["gemm1"]["block_m"] == large["gemm2"]["block_m"] == 64
-    text = python(run.replace(" --json", ""), MOE_OPS_TUNED_DIR=str(tmp_path)).stdout
     assert f"tiles: tuned ({name}): GEMM 1 of 64, GEMM 2 of 64" in text
 
 
@@ -152,19 +151,23 @@ FOLDERS = {
 }
 
 
-def test_the_folder_of_a_user(monkeypatch):
-    """A cache that does not exist is no error; a folder that was named must exist."""
-    wrong = []
-    for case, (variables, folder) in FOLDERS.items():
-        for name in ("MOE_OPS_TUNED_DIR", "XDG_CACHE_HOME", "HOME"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        code = "from moe_ops.dispatch import tuned; print(tuned.FOLDER, len(tuned.folders()))"
-        found = python(code).stdout.split()
-        if found != [str(folder), "2" if case == "named" else "1"]:
-            wrong.append((case, found))
-    assert not wrong
+def test_the_folder_of_a_user():
+    """A cache that does not exist is no error; a folder that was named must exist.
+
+    One process imports the module anew for each case.
+    """
+    code = f"""
+import importlib, os
+from moe_ops.dispatch import tuned
+for variables in {[variables for variables, _ in FOLDERS.values()]}:
+    for name in ("MOE_OPS_TUNED_DIR", "XDG_CACHE_HOME", "HOME"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    importlib.reload(tuned)
+    print(tuned.FOLDER, len(tuned.folders()))
+"""
+    expected = [f"{folder} {2 if case == 'named' else 1}" for case, (_, folder) in FOLDERS.items()]
+    assert python(code).stdout.splitlines() == expected
 
 
 TUNE = """

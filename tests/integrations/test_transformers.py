@@ -77,9 +77,9 @@ def compilations(model, implementation, lengths, device, backend):
 
 
 def tiny_gpt_oss(device):
-    """Interleaved, transposed, with biases and a gate of its own."""
+    """One layer: interleaved, transposed, with biases and a gate of its own."""
     torch.manual_seed(0)
-    sizes = {**QWEN3, "num_local_experts": QWEN3["num_experts"]}
+    sizes = {**QWEN3, "num_local_experts": QWEN3["num_experts"], "num_hidden_layers": 1}
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).to(device).eval()
 
 

@@ -240,7 +240,7 @@ def test_generate_and_cast_and_copy():
 def compilations_of_plain_model():
     """The number of compilations of the same model with plain weights."""
     torch._dynamo.reset()
-    model, backend = tiny_qwen3("cpu"), Compilations("eager")
+    model, backend = tiny_qwen3("cpu", num_hidden_layers=1), Compilations("eager")
     model.set_experts_implementation("moe_ops")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     with torch.no_grad():
@@ -250,17 +250,17 @@ def compilations_of_plain_model():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "backend"),
+    ("scheme", "backend", "layers"),
     [
-        ("fp8_channel", "aot_eager"),
-        ("int4_w4a16_g32", "eager"),
-        pytest.param("nvfp4", "eager", marks=pytest.mark.exhaustive),
+        ("fp8_channel", "aot_eager", 1),
+        ("int4_w4a16_g32", "eager", 2),
+        pytest.param("nvfp4", "eager", 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_compiles_whole_once(scheme, backend, compilations_of_plain_model):
-    """No graph break, and one compilation for every length."""
+def test_compiles_whole_once(scheme, backend, layers, compilations_of_plain_model):
+    """No graph break, and one compilation for every length and number of layers."""
     torch._dynamo.reset()
-    model = quantized(tiny_qwen3("cpu"), scheme)
+    model = quantized(tiny_qwen3("cpu", num_hidden_layers=layers), scheme)
     backend = Compilations(backend)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     counts = []
