@@ -175,7 +175,8 @@ def _load(
         layer.compute_device,
         is_gated=stage.state.sizes.gated,
     )
-    lacks_weights, cut = any(placing.missing()), is_cut(layer)
+    lacks_weights = any(placing.missing())
+    cut = is_cut(layer)
     if lacks_weights and cut:
         raise NotImplementedError(
             f"layer must be loaded whole under fully_shard, got {_message(report, prefix, ignored)}"
@@ -313,10 +314,10 @@ def _commit(layer: FusedMoE, stage: Stage) -> None:
 def _overwrite(parameter: Any, whole: Tensor) -> None:
     """Overwrite a parameter in place, or the part of it that `fully_shard` leaves this rank."""
     if hasattr(parameter, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (slow)
-
+        # Whoever made the parameter has imported this module, which `import torch` does not.
+        cut = torch.distributed.tensor.distribute_tensor
         mesh, placements = parameter.device_mesh, parameter.placements
-        whole = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+        whole = cut(whole, mesh, placements, src_data_rank=None).to_local()
         parameter = parameter.to_local()
     parameter.data.copy_(whole)
 

@@ -252,6 +252,8 @@ def test_weights_that_a_wrapper_holds(mesh, source):
     wrong = {}
     for wrapper, wrap in wrappers.items():
         for function, call in calls.items():
+            if (wrapper, function) == ("fully_shard", "load_checkpoint"):
+                continue  # each rank loads its part: see `test_sharded_checkpoint.py`
             layer = make(params_dtype=torch.float32)
             wrap(layer)
             before = {n: x.clone() for n, x in layer.state_dict().items() if n != "_extra_state"}
