@@ -81,13 +81,13 @@ def grouped(
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
         out: the tensor to write to; None: a new one.
     """
-    num_slots = len(inputs[0]) * top_k
+    num_slots = inputs[0].shape[0] * top_k
     planned = planned_rows(tiles, rule, num_slots, columns.num_experts)
     slots, experts, counts, between = present_rows(planned, columns.rows)
     source = between if permuted == "a" else slots // top_k
     rows = torch.empty((len(slots), columns.n), dtype=columns.dtype, device=inputs[0].device)
-    parts = rows.split(counts)
-    taken = [take(x, source).split(counts) for x in inputs]
+    parts = rows.split_with_sizes(counts)
+    taken = [take(x, source).split_with_sizes(counts) for x in inputs]
     for expert, part, *mine in zip(experts, parts, *taken, strict=True):
         product(expert, mine, part)
     if then.topk_weights is not None:
