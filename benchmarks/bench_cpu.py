@@ -48,18 +48,19 @@ STEPS = {"decode": 1, "prefill-128": 128, "prefill-512": 512}
 CONTEXT = 64
 """Cached tokens of a decode step."""
 WARM_UPS = 5
-KEY = ("step", "dtype", "mode")
+KEY = ("step", "dtype", "mode", "threads")
 WIDTHS = {"step": 12, "dtype": 6, "mode": 9, "ours_us": 9, "theirs_us": 10, "ratio": 7,
           "p25": 7, "p75": 7, "rel_err": 9, "rounds": 7}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class CpuRow:
-    """One step of both models; the first three fields are its key."""
+    """One step of both models; the first four fields are its key."""
 
     step: str
     dtype: str
     mode: str
+    threads: int
     ours_us: float
     theirs_us: float
     """Medians of the times of a step."""
@@ -74,8 +75,8 @@ class CpuRow:
     """The distance of both models' logits over the norm of theirs."""
     rounds: int
     layers: int
-    threads: int
     cpu: str
+    """The instructions that PyTorch uses."""
 
 
 def models(dtype: torch.dtype, layers: int | None) -> tuple[Any, Any]:
@@ -137,7 +138,7 @@ def measured(
     low, ratio, high = statistics.quantiles([a / b for a, b in times], n=4, method="inclusive")
     first, second = zip(*times, strict=True)
     return CpuRow(
-        *(step, dtype, mode),
+        *(step, dtype, mode, torch.get_num_threads()),
         statistics.median(first),
         statistics.median(second),
         ratio,
@@ -148,7 +149,6 @@ def measured(
         rel_err,
         len(times),
         both[0].config.num_hidden_layers,
-        torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
     )
 
