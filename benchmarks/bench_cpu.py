@@ -30,17 +30,12 @@ from whole_models import IMPLS, OURS, SDPA, Spec
 from moe_ops.bench import command, harness
 from moe_ops.bench.command import count, one_of, one_or_more, readable
 
-SPEC = Spec(
-    transformers.Qwen3MoeConfig,
-    {
-        "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-        "moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-    },
-    SDPA,
-)  # fmt: skip
-THEIRS = IMPLS["hf-grouped_mm"]
+SIZES = {
+    "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 32,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True,
+}  # fmt: skip
+SPEC = Spec(transformers.Qwen3MoeConfig, SIZES, SDPA)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODES = ("eager", "compiled")
 STEPS = {"decode": 1, "prefill-128": 128, "prefill-512": 512}
@@ -138,18 +133,21 @@ def measured(
     low, ratio, high = statistics.quantiles([a / b for a, b in times], n=4, method="inclusive")
     first, second = zip(*times, strict=True)
     return CpuRow(
-        *(step, dtype, mode, torch.get_num_threads()),
-        statistics.median(first),
-        statistics.median(second),
-        ratio,
-        low,
-        high,
-        min(first),
-        min(second),
-        rel_err,
-        len(times),
-        both[0].config.num_hidden_layers,
-        torch.backends.cpu.get_cpu_capability(),
+        step=step,
+        dtype=dtype,
+        mode=mode,
+        threads=torch.get_num_threads(),
+        ours_us=statistics.median(first),
+        theirs_us=statistics.median(second),
+        ratio=ratio,
+        p25=low,
+        p75=high,
+        ours_min_us=min(first),
+        theirs_min_us=min(second),
+        rel_err=rel_err,
+        rounds=len(times),
+        layers=both[0].config.num_hidden_layers,
+        cpu=torch.backends.cpu.get_cpu_capability(),
     )
 
 
