@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.reference import onednn
 from moe_ops.reference.grouped import Columns, Epilogue, grouped
 from moe_ops.reference.products import product_of
 from moe_ops.reference.quantize import moe_quantize
@@ -71,10 +72,15 @@ def expert_product(
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     permuted = None if not expert_order else "out" if activation else "a"
     out: Tensor | None = None
+    by_onednn = numbers is UNQUANTIZED and onednn.multiplies(a, batch_invariant)
     for part, present in [(stored, None)] if stored.host is None else in_waves(stored, tiles):
-        multiplied = product_of(*rows, part, numbers, batch_invariant)
         then = Epilogue(part.bias, topk_weights, activation, product)
-        columns = Columns(n, num_experts, present)
+        if by_onednn:
+            multiplied = onednn.product_of(part.data)
+        else:
+            multiplied = product_of(*rows, part, numbers, batch_invariant)
+        dtype = out_dtype if by_onednn and then.is_empty else torch.float32
+        columns = Columns(n, num_experts, present, dtype)
         out = grouped(
             multiplied,
             inputs,

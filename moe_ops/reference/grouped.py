@@ -15,7 +15,7 @@ from moe_ops.reference.slots import planned_rows, present_rows, take
 from moe_ops.tensors import AnyTiles
 
 Product = Callable[[int, Sequence[Tensor], Tensor], None]
-"""``product(expert, rows, out)`` writes ``rows[0] @ w[expert].T`` to ``out``, in float32.
+"""``product(expert, rows, out)`` writes ``rows[0] @ w[expert].T`` to ``out``, of `Columns.dtype`.
 
 ``rows`` are the expert's rows of each of the inputs."""
 
@@ -30,6 +30,8 @@ class Columns(NamedTuple):
     rows: Tensor | None = None
     """int32 ``(El,)``: the row of each expert in the weight, which lacks others (-1); None: expert
     e is row e."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the products; another one if nothing follows them."""
 
 
 class Epilogue(NamedTuple):
@@ -43,6 +45,11 @@ class Epilogue(NamedTuple):
     """Key of f; empty: no activation."""
     product: Tensor | None = None
     """Where the rows before the activation are written, in slot order; None: nowhere."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing follows."""
+        return self.bias is self.topk_weights is self.product is None and not self.activation
 
 
 def grouped(
@@ -74,13 +81,13 @@ def grouped(
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
         out: the tensor to write to; None: a new one.
     """
-    num_slots = len(inputs[0]) * top_k
+    num_slots = inputs[0].shape[0] * top_k
     planned = planned_rows(tiles, rule, num_slots, columns.num_experts)
     slots, experts, counts, between = present_rows(planned, columns.rows)
     source = between if permuted == "a" else slots // top_k
-    rows = torch.empty((len(slots), columns.n), device=inputs[0].device)
-    parts = rows.split(counts)
-    taken = [take(x, source).split(counts) for x in inputs]
+    rows = torch.empty((len(slots), columns.n), dtype=columns.dtype, device=inputs[0].device)
+    parts = rows.split_with_sizes(counts)
+    taken = [take(x, source).split_with_sizes(counts) for x in inputs]
     for expert, part, *mine in zip(experts, parts, *taken, strict=True):
         product(expert, mine, part)
     if then.topk_weights is not None:

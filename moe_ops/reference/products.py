@@ -31,6 +31,8 @@ def product_of(
     """
     if scheme.activation is not None and not scheme.dequantizes_both:
         return _scaled(cast(Tensor, a_scale), weight, scheme, batch_invariant)
+    if scheme.weight is None:
+        return _plain(weight.data, batch_invariant)
     stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
     quant, num_experts = scheme.activation, len(stored.data)
     dtype = a.dtype if quant is None else torch.float32
@@ -41,10 +43,18 @@ def product_of(
         else:
             scale = _row_scales(rows, cast(Tensor, a_scale), expert, num_experts)
             x = dequantize_rows(rows[0], scale, quant)
-        w = stored.data[expert]
-        if scheme.weight is not None:
-            w = dequantize_weight(one_expert(stored, expert), scheme, dtype)[0]
+        w = dequantize_weight(one_expert(stored, expert), scheme, dtype)[0]
         multiply(x, w.float().t(), out, batch_invariant)
+
+    return product
+
+
+def _plain(weight: Tensor, batch_invariant: bool) -> Product:
+    """Products of operands that are not quantized."""
+    w_EKN = weight.mT
+
+    def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
+        multiply(rows[0].float(), w_EKN[expert].float(), out, batch_invariant)
 
     return product
 

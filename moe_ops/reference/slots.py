@@ -33,16 +33,24 @@ def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts
     return torch.where(valid, ids, -1)
 
 
+def none_skipped(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> bool:
+    """Whether certainly no slot is skipped; with an expert map nothing is certain."""
+    if expert_map is not None or not topk_ids.numel():
+        return False
+    lowest, highest = topk_ids.aminmax()
+    return bool(lowest >= 0) and bool(highest < num_local_experts)
+
+
 def slots_by_expert(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> list[tuple[int, list[int]]]:
     """Each local expert that has slots, in order, with its slots in order."""
     slots: dict[int, list[int]] = {}
-    experts = local_experts(topk_ids, expert_map, num_local_experts).tolist()
-    for slot, expert in enumerate(experts):
+    if expert_map is not None:
+        topk_ids = local_experts(topk_ids, expert_map, num_local_experts)
+    for slot, expert in enumerate(topk_ids.flatten().tolist()):
         slots.setdefault(expert, []).append(slot)
-    slots.pop(-1, None)
-    return sorted(slots.items())
+    return [(expert, slots[expert]) for expert in sorted(slots) if 0 <= expert < num_local_experts]
 
 
 class PlannedRows(NamedTuple):
@@ -72,7 +80,7 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
     if plan is None:
         ids = cast(Tensor, tiles[1])
         groups = slots_by_expert(ids, tiles[2], num_experts)
-        index = _index([slot for _, slots in groups for slot in slots], num_slots, ids.device)
+        index = _index([slot for _, slots in groups for slot in slots], ids.device)
         counts = [len(slots) for _, slots in groups]
         return PlannedRows(index, [expert for expert, _ in groups], counts, index)
     tile = row_tile(rule, num_slots, num_experts)
@@ -94,10 +102,10 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
             counts.append(end - begin)
     in_place = slice(0, len(slots)) if between == [*range(len(slots))] else None
     return PlannedRows(
-        _index(slots, num_slots, plan.device),
+        _index(slots, plan.device).clamp_(0, num_slots - 1),
         experts,
         counts,
-        in_place or _index(between, num_slots, plan.device),
+        in_place or _index(between, plan.device).clamp_(0, num_slots - 1),
     )
 
 
@@ -124,11 +132,11 @@ def present_rows(planned: PlannedRows, rows: Tensor | None) -> PlannedRows:
     )
 
 
-def _index(entries: list[int], size: int, device: torch.device) -> Tensor:
-    """int64 indices into an axis of ``size``, moved inside."""
+def _index(entries: list[int], device: torch.device) -> Tensor:
+    """``entries`` in a tensor, int64."""
     if not entries:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.frombuffer(array("q", entries), dtype=torch.int64).to(device).clamp_(0, size - 1)
+    return torch.frombuffer(array("q", entries), dtype=torch.int64).to(device)
 
 
 def take(x: Tensor, rows: Tensor | slice) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.reference.slots import local_experts
+from moe_ops.reference.slots import local_experts, none_skipped
 
 
 def moe_fused_mul_sum(
@@ -19,11 +19,12 @@ def moe_fused_mul_sum(
     """``out[t] = sum_j w[t, j] * x[t, j]`` in float32, slot by slot, rounded once."""
     *slots, hidden_size = inputs.shape
     tokens, k = slots if topk_ids is None else topk_ids.shape
-    weights = inputs.new_ones((tokens, k), dtype=torch.float32)
-    if topk_weights is not None:
+    if topk_weights is None:
+        weights = inputs.new_ones((tokens, k), dtype=torch.float32)
+    else:
         weights = topk_weights.float()
     keep = None
-    if topk_ids is not None:
+    if topk_ids is not None and not none_skipped(topk_ids, expert_map, num_local_experts):
         keep = local_experts(topk_ids, expert_map, num_local_experts).view(tokens, k) >= 0
     if num_valid_tokens is not None:
         valid = (torch.arange(tokens, device=inputs.device) < num_valid_tokens.flatten())[:, None]

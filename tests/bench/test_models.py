@@ -377,3 +377,20 @@ def test_plot(tmp_path):
     record = record_of({}, {"impl": "hf-grouped_mm"}, {"phase": "prefill", "M": 40})
     plot.plot_models(record, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["models-tiny-qwen3-2.png"]
+
+
+# On the CPU
+
+
+def test_cpu_rows(tmp_path):
+    """Both models take turns, and their logits agree; the record is written."""
+    cpu = import_module("bench_cpu")
+    options = "--layers 1 --rounds 3 --seconds 0 --mode eager --step decode,prefill-128 --output"
+    assert cpu.main([*options.split(), str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    assert {(row["step"], row["dtype"]) for row in rows} == {
+        (step, dtype) for step in ("decode", "prefill-128") for dtype in ("fp32", "bf16")
+    }
+    for row in rows:
+        assert row["rounds"] == 3 and row["p25"] <= row["ratio"] <= row["p75"]
+        assert row["rel_err"] < (1e-5 if row["dtype"] == "fp32" else 0.05)

@@ -43,6 +43,10 @@ def test_any_rows(tokens, k, width, dtype, weight_dtype, skipping, device):
     if on[0] is not None:
         rows = (x.flatten(0, 1).to(device), weights.to(device), *on, None, ANY)
         assert torch.equal(ops.moe_fused_mul_sum(*rows), actual), "rows without the axis of slots"
+    if skipping == "ids":  # those of other ranks may be too large, in place of negative
+        rows = (x.flatten(0, 1).to(device), weights.to(device))
+        ids = torch.where(ids < 0, 6, ids).to(device)
+        assert torch.equal(ops.moe_fused_mul_sum(*rows, ids, None, None, 6), actual)
 
 
 @pytest.mark.kernel
