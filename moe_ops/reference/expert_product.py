@@ -76,7 +76,7 @@ def expert_product(
     for part, present in [(stored, None)] if stored.host is None else in_waves(stored, tiles):
         then = Epilogue(part.bias, topk_weights, activation, product)
         if by_onednn:
-            multiplied = onednn.product_of(part.data)
+            multiplied = onednn.bf16_product(part.data)
         else:
             multiplied = product_of(*rows, part, numbers, batch_invariant)
         dtype = out_dtype if by_onednn and then.is_empty else torch.float32

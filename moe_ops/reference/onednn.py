@@ -26,14 +26,14 @@ def multiplies(a: Tensor, batch_invariant: bool) -> bool:
 
 @cache
 def _has_bf16() -> bool:
-    """Whether this build and this processor have what `product_of` calls."""
+    """Whether this build and this processor have what `bf16_product` calls."""
     name = "_linear_pointwise"  # in builds for x86 only
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, name):
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def product_of(weight: Tensor) -> Product:
+def bf16_product(weight: Tensor) -> Product:
     """The product of an expert's bf16 rows, in the dtype of the tensor that it is written to.
 
     Args:

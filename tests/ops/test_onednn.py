@@ -55,12 +55,12 @@ def test_what_it_multiplies(monkeypatch):
     """Rows of bf16 that are not quantized, and not in batch-invariant mode."""
     calls = []
 
-    def product_of(weight):
+    def bf16_product(weight):
         calls.append(weight.dtype)
         return onednn_product(weight)
 
-    onednn_product = onednn.product_of
-    monkeypatch.setattr(onednn, "product_of", product_of)
+    onednn_product = onednn.bf16_product
+    monkeypatch.setattr(onednn, "bf16_product", bf16_product)
     for dtype, scheme, invariant in (
         (BF16, "unquantized", False),
         (BF16, "unquantized", True),
