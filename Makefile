@@ -1,6 +1,7 @@
 # Everything sets itself up. Where python3 already has a torch with CUDA, that Python is used as it
 # is; elsewhere a virtual environment in the checkout. TORCH is installed first: the default is a
 # plain release, `make test TORCH=torch==2.11.0` takes another. TRITON only where torch brings none.
+# The rest is one installation, with the linters: each one resolves all versions again.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
@@ -17,11 +18,9 @@ HAS_GPU := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available
 ifeq ($(HAS_GPU),1)
   PY := $(PYTHON)
   READY :=
-  TOOLS := tools
 else
   PY := $(VENV)/bin/python
   READY := $(VENV)/ready
-  TOOLS := $(VENV)/tools
 endif
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export TOKENIZERS_PARALLELISM := false
@@ -42,8 +41,8 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip setuptools
 	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VENV)/bin/python -c "import triton" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "$(TRITON)"
-	$(VENV)/bin/python -m pip install --quiet --editable ".[test]"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[test,dev]" \
+	  $$($(VENV)/bin/python -c "import triton" 2>/dev/null || echo "$(TRITON)")
 	touch $@
 
 demo: $(READY)  ## A small language model reads and writes text through moe_ops, compiled
@@ -183,13 +182,10 @@ STAGES ?= $(filter-out layer models host_models overheads training cpu,$(patsubs
 bench-stages: $(READY)  ## Time single stages; STAGES="align quantize" times two
 	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS) $(STAGE_ARGS); done
 
-# Installs the linters, once: steps that run beside each other share the environment. What builds the
-# package is there since `ready`.
-tools $(VENV)/tools: pyproject.toml $(READY)  ## Install the linters
-	$(PY) -m pip install --quiet $(if $(READY),--no-build-isolation) --editable ".[dev]"
-	$(if $(READY),touch $(VENV)/tools)
+tools: $(READY)  ## Install the linters beside a torch with CUDA
+	$(if $(READY),,$(PY) -m pip install --quiet --editable ".[dev]")
 
-lint: $(TOOLS)  ## ruff and mypy
+lint: $(if $(READY),$(READY),tools)  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
