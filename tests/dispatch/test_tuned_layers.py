@@ -2,18 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from plans import row_tile
+from processes import python
 from tuned_entries import H200, SIZES, entry, gemm_of, layer, record
 
 import moe_ops
-from moe_ops.bench.harness import CHECKOUT
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.tuned import DEFAULT
@@ -28,13 +26,6 @@ def installed(monkeypatch):
         monkeypatch.setattr(tuned, "TABLES", tuned.tables(layers))
 
     return install
-
-
-def python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, cwd=CHECKOUT, env={**os.environ, **environment},
-    )  # fmt: skip
 
 
 def test_the_folder_of_the_environment(tmp_path):
@@ -179,7 +170,7 @@ from moe_ops.inspect.devices import TARGETS
 cli.target_of = lambda device: TARGETS["sm_90"]
 cli._gemm_clock = lambda problem, layer, jobs: (Clock(block_n=32), list)
 sizes = "--sizes 24,4,2048,640 --scheme fp8_block128 --device h200 --tokens 64 --json"
-sys.exit(cli.main([sys.argv[1], *sizes.split()]))
+sys.exit(cli.main(["{command}", *sizes.split()]))
 """
 
 
@@ -190,12 +181,11 @@ def test_what_one_process_tunes_the_next_one_finds(theirs, tmp_path):
     expected = user if theirs else tmp_path / "cache" / "moe_ops" / "tuned"
 
     def run(command):
-        return json.loads(subprocess.run(
-            [sys.executable, "-c", TUNE, command], capture_output=True, text=True, cwd=CHECKOUT,
-            env={**os.environ,
-                 "MOE_OPS_TUNED_DIR": str(user) if theirs else "",
-                 "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        ).stdout)  # fmt: skip
+        folders = {
+            "MOE_OPS_TUNED_DIR": str(user) if theirs else "",
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        }
+        return json.loads(python(TUNE.format(command=command), **folders).stdout)
 
     path = Path(run("tune")["file"])
     assert path.parent == expected and path.is_file()

@@ -3,7 +3,6 @@
 import copy
 import importlib
 import logging
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import peft_stand_ins as stand_ins  # noqa: E402
 import tiny_transformers as tiny  # noqa: E402
+from processes import python  # noqa: E402
 from tiny_transformers import llama4_blocks, tiny_llama4  # noqa: E402
 from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7  # noqa: E402
 
@@ -444,5 +444,5 @@ assert moe_ops.integrations.transformers.check(model) == []
 @pytest.mark.slow
 def test_transformers_may_be_imported_first():
     """The README's example imports it last."""
-    run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    run = python(FIRST)
     assert run.returncode == 0, run.stderr

@@ -1,12 +1,12 @@
 """A user's experts and a user's sum plug into the modular kernel; the example shows how."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 import moe_ops
 from moe_ops.testing import (
@@ -33,7 +33,7 @@ def layer(activation="silu", **changes):
 def test_the_example_runs_and_is_short():
     script = ROOT / "examples" / "custom_experts.py"
     assert len(script.read_text().splitlines()) < 60
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT)
+    run = python(script.read_text())
     assert run.returncode == 0, run.stderr
     printed = re.findall(r"^(\w+): ([\d.]+)% from TritonExperts$", run.stdout, re.MULTILINE)
     assert [name for name, _ in printed] == ["TopKWeightAndReduceContiguous", "MeanOverSlots"]

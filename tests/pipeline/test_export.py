@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 
 import moe_ops
@@ -118,10 +119,7 @@ def test_a_loading_process_must_import_moe_ops(tmp_path):
     torch.export.save(program, path)
 
     def load(before):
-        code = LOADING.format(before=before, path=path, H=H)
-        return subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
-        )
+        return python(LOADING.format(before=before, path=path, H=H))
 
     without = load("")
     assert without.returncode != 0 and quoted("failed to resolve torch.ops.moe_ops.") in (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import exit_code
+from processes import python
 
 import moe_ops
 from moe_ops import cli
@@ -188,7 +189,7 @@ def test_explain_needs_no_triton():
         "import sys; sys.modules['triton'] = None; from moe_ops.cli import main;"
         "sys.exit(main('explain --model tiny --scheme mxfp4_w4a16 --device sm_90'.split()))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    run = python(code)
     assert run.returncode == 0, run.stderr
     assert "mxfp4_w4a16 on sm_90" in run.stdout
 

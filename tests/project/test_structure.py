@@ -9,6 +9,8 @@ import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from processes import python
+
 from moe_ops.ops import STAGES
 
 ROOT = Path(__file__).parents[2]
@@ -386,7 +388,7 @@ def test_engines_are_imported_by_their_plug_ins_alone():
         "new = {name.split('.')[0] for name in set(sys.modules) - names};"
         "assert not new & {'vllm', 'sglang', 'transformers', 'triton'}, new"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    run = python(code)
     assert run.returncode == 0, run.stderr
 
 
@@ -412,7 +414,7 @@ def test_names_on_demand():
         "from moe_ops import *; assert explain is moe_ops.explain and late <= set(sys.modules);"
         "moe_ops.missing"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    run = python(code)
     assert run.stderr.endswith("AttributeError: module 'moe_ops' has no attribute 'missing'\n")
 
 
@@ -422,5 +424,5 @@ def test_runs_without_triton():
         "w1, w2 = torch.ones(4, 6, 8), torch.ones(4, 8, 3);"
         "print(moe_ops.fused_moe(torch.ones(2, 8), w1, w2, torch.rand(2, 4), 2).shape)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    run = python(code)
     assert run.returncode == 0, run.stderr
