@@ -1,0 +1,232 @@
+"""Training with load balancing: replicas stay equal, and learn what one rank without them does.
+
+The oracle is a layer on one rank that has each expert once, and all tokens.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import held
+from ranks import mine, spawn
+from torch.utils.checkpoint import checkpoint
+
+import moe_ops
+from moe_ops import EplbState
+from moe_ops.training import clip_grad_norm_
+
+E, K, H, I, T, REDUNDANT = 8, 2, 32, 64, 24, 4  # noqa: E741
+COUNTS = {1: (T,), 2: (13, 11), 4: (10, 0, 5, 9)}
+NAMES = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+
+
+def layer_of(seed=0, **options):
+    torch.manual_seed(seed)  # the numbers of each expert follow from it, wherever it is
+    return moe_ops.FusedMoE(E, K, H, I, has_bias=True, **options)
+
+
+def balanced(ranks=None, group=None, seed=None, **options):
+    """A layer with replicas, whose first placement ``seed`` has changed, and its state."""
+    layer = layer_of(enable_eplb=True, num_redundant_experts=REDUNDANT, **options)
+    state = EplbState.make(1, E, REDUNDANT, ranks, group=group)
+    layer.set_eplb_state(0, *state[1:])
+    if seed is not None:
+        rebalance(layer, state, seed, ranks)
+    return layer, state
+
+
+def rebalance(layer, state, seed, ranks, optimizer=None):
+    """Give experts a random load, and move them."""
+    g = torch.Generator().manual_seed(seed)
+    load = torch.randint(0, 1000, state.expert_load.shape, generator=g, dtype=torch.int32)
+    state.expert_load.copy_(load)
+    before = state.physical_to_logical_map.clone()
+    state.rebalance_([layer.expert_tensors(optimizer)], 1, 1, ranks)
+    assert (before != state.physical_to_logical_map).any()
+
+
+def batch(seed=1):
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(T, E, generator=g) - torch.arange(1.0, E + 1).log()
+    return torch.randn(T, H, generator=g), logits, torch.randn(T, H, generator=g)
+
+
+def gradients(run, layer, rows, names=NAMES):
+    """The result, and gradients of tokens, logits and parameters."""
+    x, logits = (y.clone().requires_grad_() for y in rows[:2])
+    out = run(x, logits)
+    found = torch.autograd.grad(out, [x, logits, *(getattr(layer, n) for n in names)], rows[2])
+    return dict(zip(("out", "x", "logits", *names), (out.detach(), *found), strict=True))
+
+
+def assert_equal(found, expected):
+    for name, actual in found.items():
+        assert torch.equal(actual, expected[name]), name
+
+
+def same_replicas(tensors, experts):
+    """Whether rows of one expert have the same bits."""
+    first = [experts.index(expert) for expert in experts]
+    return all(torch.equal(x, x[first]) for x in tensors)
+
+
+def test_every_replica_has_the_gradient_of_its_expert():
+    """In eager and compiled calls and with checkpoints; of all parameters and of some."""
+    whole, rows = layer_of(), batch()
+    layer, _ = balanced(ranks=4, seed=1)
+    experts = held(layer)
+    assert experts != list(layer.placement.logical)
+    expected = {
+        name: x[experts] if name in NAMES else x
+        for name, x in gradients(whole, whole, rows).items()
+    }
+    found = gradients(layer, layer, rows)
+    for name, actual in found.items():
+        torch.testing.assert_close(actual, expected[name])
+    assert same_replicas([found[name] for name in NAMES], experts)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for run in (compiled, lambda *x: checkpoint(layer, *x, use_reentrant=False)):
+        layer.eplb_step.zero_()  # the calls choose equal replicas
+        assert_equal(gradients(run, layer, rows), found)
+    layer.eplb_step.zero_()
+    layer.w13_weight.requires_grad_(False)
+    assert_equal(gradients(layer, layer, rows, NAMES[1:]), found)
+    out = layer(*rows[:2])
+    (grad,) = torch.autograd.grad(out.square().sum(), [layer.w2_weight], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives of FusedMoE with num_redund"):
+        grad.sum().backward()
+    layer.w2_weight.requires_grad_(False)
+    with torch.no_grad():
+        layer.eplb_step.zero_()
+        assert torch.equal(layer(*rows[:2]), found["out"])
+
+
+def test_experts_must_not_move_before_the_backward_pass():
+    layer, state = balanced(ranks=4)
+    out = layer(*batch()[:2])
+    rebalance(layer, state, 1, 4, torch.optim.SGD(layer.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match="has been modified inplace"):
+        out.sum().backward()
+
+
+class Doubled(moe_ops.layer.UnquantizedFusedMoEMethod):
+    """Reads the layer's weights in its own way."""
+
+    def apply(self, layer, *arguments, **more):
+        """Twice the result."""
+        return 2 * super().apply(layer, *arguments, **more)
+
+
+def test_what_is_not_trained():
+    """Biases in a quantized layer or beside a kernel; weights that another method reads."""
+    x, logits, _ = batch()
+    layer, _ = balanced(scheme="int8_w8a16")
+    layer.w2_bias.requires_grad_()
+    with pytest.raises(NotImplementedError, match="w2_bias must not require grad .* is quantized"):
+        layer(x, logits)
+    layer, _ = balanced()
+    biases = {"w1_bias": layer.w13_bias, "w2_bias": layer.w2_bias}
+    config = moe_ops.FusedMoEQuantConfig("unquantized", **biases)
+    layer.kernel = moe_ops.select_kernel(layer.moe_config, config)
+    with pytest.raises(NotImplementedError, match="w2_bias must not .* whose kernel was set"):
+        layer(x, logits)
+    layer, _ = balanced()
+    layer.quant_method = Doubled()
+    with pytest.raises(NotImplementedError, match="must be 0 to train with a quant_method .* 4"):
+        layer(x, logits).sum().backward()
+    layer.requires_grad_(False)(x.requires_grad_(), logits).sum().backward()
+    assert x.grad.any()
+
+
+def test_state_of_an_optimizer():
+    """It has rows as the parameter has; gradients move too."""
+    layer, state = balanced()
+    parameters = dict(layer.named_parameters())
+    others = torch.optim.SGD([layer.w2_weight], 0.1)
+    with pytest.raises(ValueError, match="optimizer must have w13_weight, which requires grad"):
+        layer.expert_tensors(others)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(*batch()[:2]).square().sum().backward()
+    optimizer.step()
+    tensors = layer.expert_tensors(optimizer)
+    assert len(tensors) == 4 * len(parameters)  # weight, gradient, two moments
+    before = [[x.clone() for x in tensors], held(layer)]
+    rebalance(layer, state, 1, 4, optimizer)
+    rows = [before[1].index(expert) for expert in held(layer)]
+    assert all(torch.equal(x, y[rows]) for x, y in zip(tensors, before[0], strict=True))
+    optimizer.state[layer.w2_bias]["flat"] = torch.zeros(3)
+    with pytest.raises(NotImplementedError, match=r"of w2_bias must have .* 12 .*'flat' of shape"):
+        layer.expert_tensors(optimizer)
+
+
+def ways(rank, ranks):
+    """Ways to share a layer of whole experts, of which each rank trains with its own tokens."""
+    yield {"ep_size": ranks, "ep_rank": rank, "reduce_results": True}
+    yield {"tp_size": ranks, "tp_rank": rank, "ep_size": ranks, "is_sequence_parallel": True}
+    for backend in ("allgather_reducescatter", "fixed_capacity", "alltoall", "symmetric"):
+        config = moe_ops.FusedMoEParallelConfig(
+            dp_size=ranks, dp_rank=rank, ep_size=ranks, ep_rank=rank, use_ep=True,
+            all2all_backend=backend,
+        )  # fmt: skip
+        yield {"moe_parallel_config": config, "max_num_tokens": T}
+    if ranks == 4:
+        replicas = {"dp_size": 2, "dp_rank": rank // 2, "tp_size": 2, "tp_rank": rank % 2}
+        yield {**replicas, "ep_size": 4}
+
+
+def of_all_ranks(x):
+    """The rows of all ranks."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.detach())
+    return torch.cat(parts)
+
+
+def check_training(rank, ranks):
+    """Steps of Adam with clipping; experts move between them, and their moments with them."""
+    for number, way in enumerate(ways(rank, ranks)):
+        whole = layer_of()
+        layer, state = balanced(group=dist.group.WORLD, **way)
+        config = layer.moe_parallel_config
+        batches = config.layer_size // config.replica_size
+        tokens = mine(COUNTS[batches], config.tokens_rank)
+        recomputed = number % 2 == 1  # by a checkpoint
+
+        def run(*rows, layer=layer, recomputed=recomputed):
+            return checkpoint(layer, *rows, use_reentrant=False) if recomputed else layer(*rows)
+
+        # An epsilon that is no smaller than noise: a gradient of 0 takes no step.
+        optimizers = [torch.optim.Adam(x.parameters(), 1e-2, eps=1e-2) for x in (layer, whole)]
+        for step in range(3):
+            x, logits, y = batch(step)
+            (whole(x, logits) - y).square().sum().backward()
+            (run(x[tokens], logits[tokens]) - y[tokens]).square().sum().backward()
+            norms = [clip_grad_norm_(model, 20.0) for model in (layer, whole)]
+            torch.testing.assert_close(*norms)
+            assert norms[0] > 20
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            experts = held_by_all(layer)
+            for name in NAMES:
+                own, expected = getattr(layer, name), getattr(whole, name)
+                moments = (of.state[x] for of, x in zip(optimizers, (own, expected), strict=True))
+                pairs = [(own, expected)]
+                pairs += [
+                    (a, b) for a, b in zip(*(m.values() for m in moments), strict=True) if a.dim()
+                ]
+                for a, b in pairs:
+                    a = of_all_ranks(a)
+                    assert same_replicas([a], experts), (way, name)
+                    torch.testing.assert_close(
+                        a, b[experts], msg=lambda m, n=name, w=way: f"{w} {n}: {m}"
+                    )
+            rebalance(layer, state, 10 * number + step, ranks, optimizers[0])
+
+
+def held_by_all(layer):
+    """The logical expert of each physical one."""
+    return list(layer.held_placement().logical)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_learn_what_one_rank_does(ranks):
+    spawn(check_training, ranks)
