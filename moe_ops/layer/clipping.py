@@ -54,8 +54,8 @@ def clip_grad_norm_(
             groups.setdefault(module.rank_group, []).extend(held)
             firsts |= {id(x): first for x in held}
     norms = [_norms((x for x in model.parameters() if id(x) not in firsts), norm_type, {})]
-    for group, experts in groups.items():
-        norms.append(group.all_gather(_norms(experts, norm_type, firsts)))
+    for group, spread in groups.items():
+        norms.append(group.all_gather(_norms(spread, norm_type, firsts)))
     total = torch.linalg.vector_norm(torch.cat([x.to(norms[-1].device) for x in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the norm of the gradients must be finite, got {float(total)}")
@@ -79,25 +79,25 @@ def _norms(
     """
     parameters = [*parameters]
     grads = [
-        _counted(x.grad, firsts.get(id(x)), norm_type) for x in parameters if x.grad is not None
+        _first_rows(x.grad, firsts.get(id(x)), norm_type) for x in parameters if x.grad is not None
     ]
     sharded = [grad for grad in grads if hasattr(grad, "full_tensor")]
     plain = get_total_norm([x for x in grads if not hasattr(x, "full_tensor")], norm_type)
     whole: Any = get_total_norm(sharded, norm_type)
     device = parameters[0].device if parameters else plain.device
-    both = (plain, _whole(whole))
+    both = (plain, _of_all_shards(whole))
     return torch.stack([x.to(device, torch.float32) for x in both])
 
 
-def _counted(grad: Tensor, first: Tensor | None, norm_type: float) -> Tensor:
+def _first_rows(grad: Tensor, first: Tensor | None, norm_type: float) -> Tensor:
     """Return the gradient, or the norms of its rows, 0 for those that are not counted."""
     if first is None:
         return grad
     rows: Any = torch.linalg.vector_norm(grad.flatten(1), norm_type, 1, dtype=torch.float32)
-    return _whole(rows) * first
+    return _of_all_shards(rows) * first
 
 
-def _whole(x: Any) -> Tensor:
+def _of_all_shards(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 

@@ -212,8 +212,9 @@ class FusedMoEMethodBase(ABC):
             )
         experts = self.select_gemm_impl(part, layer)
         if biases:
-            pair = dict(zip(("w1_bias", "w2_bias"), biases, strict=True))
-            experts.quant_config = replace(experts.quant_config, **pair)
+            w1_bias, w2_bias = biases
+            config = replace(experts.quant_config, w1_bias=w1_bias, w2_bias=w2_bias)
+            experts.quant_config = config
         kernel = FusedMoEKernel(
             part,
             experts,

@@ -18,7 +18,6 @@ from moe_ops.inspect.warmup import Variants, run_variants
 from moe_ops.layer.adapters import adapters_of
 from moe_ops.layer.host_memory import residency_of_new
 from moe_ops.layer.methods import (
-    FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
     UnquantizedFusedMoEMethod,
     shared_experts_of,
@@ -349,7 +348,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             out = self.state.quant_method.apply(self, *inputs, **more)
         else:
             shared, out = self.state.quant_method.apply(self, *inputs, shared_experts_input, **more)
-        if self.enable_eplb and type(self.quant_method).apply is not FusedMoEMethodBase.apply:
+        if self.enable_eplb:
             out = self.refuse_training(out)
         if width != self.hidden_size:
             out = out[:, :width].contiguous()

@@ -7,7 +7,7 @@ replicas stay equal under an optimizer that treats all rows alike.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,7 +34,11 @@ class Own(NamedTuple):
     """The most experts that may have replicas."""
 
 
-def trained_together(layer: ExpertLayer) -> tuple[Tensor | None, ...]:
+Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Both weights of a layer, and their biases."""
+
+
+def trained_together(layer: ExpertLayer) -> Weights:
     """Return the weights and biases of a layer with ``enable_eplb``, for one call.
 
     Gradients of what requires grad are summed over replicas, in collectives if ranks share the
@@ -42,25 +46,24 @@ def trained_together(layer: ExpertLayer) -> tuple[Tensor | None, ...]:
     optimizer's state: see `FusedMoE.expert_tensors`.
 
     Raises:
-        NotImplementedError: a bias that requires grad in a quantized layer or beside
-            ``layer.kernel``.
+        NotImplementedError: a bias that requires grad beside a ``layer.kernel`` that was set.
     """
-    weights = (layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
+    weights: Weights = (layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
     trained, state, own = wanted(*weights), layer.eplb_state, own_rows(layer)
     if not torch.compiler.is_compiling():
         watch(trained)
     if own is None or state is None or len(trained) == 0:
         return weights
-    if len(wanted(*weights[2:])) > 0 and (
-        layer.scheme.weight is not None or layer.state.kernel is not None
-    ):
+    biases = wanted(*weights[2:])
+    if layer.state.kernel is not None and len(biases) > 0:
         raise NotImplementedError(
-            "w13_bias and w2_bias must not require grad with num_redundant_experts in a layer that "
-            "is quantized or whose kernel was set, got biases that do"
+            "w13_bias and w2_bias must not require grad with num_redundant_experts beside a "
+            "layer.kernel that was set, which has biases of its own, got biases that do"
         )
     maps = state.logical_to_physical_map, state.logical_replica_count
     together = iter(_Together.apply(own, *maps, *trained))
-    return tuple(next(together) if any(x is y for y in trained) else x for x in weights)
+    joined: Any = tuple(next(together) if any(x is y for y in trained) else x for x in weights)
+    return joined  # type: ignore[no-any-return]
 
 
 def own_rows(layer: ExpertLayer) -> Own | None:

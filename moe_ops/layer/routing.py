@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from moe_ops import checks
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.parallel.eplb_state import LayerEplbState, layer_of
@@ -169,7 +170,8 @@ class RoutesTokens(ExpertLayer):
     def refuse_training(self, out: Tensor) -> Tensor:
         """Let the backward pass raise if a method of the caller's would train replicas apart."""
         replicas = self.global_num_experts - self.num_experts
-        weights = wanted(*self._parameters.values()) if replicas else []
+        reads_weights = type(self.state.quant_method).apply is not FusedMoEMethodBase.apply
+        weights = wanted(*self._parameters.values()) if replicas and reads_weights else []
         text = (
             "num_redundant_experts must be 0 to train with a quant_method that has an apply of its "
             f"own, got {replicas}"
@@ -196,7 +198,9 @@ class RoutesTokens(ExpertLayer):
         check_own_weights(self)
         own = {name: self._parameters[name] for name in parameter_specs(self.sizes)}
         held = {name: x for name, x in own.items() if x is not None}
-        tensors = [*held.values()] if optimizer is None else training_state(held, optimizer)
+        tensors: list[Tensor] = [*held.values()]
+        if optimizer is not None:
+            tensors = training_state(held, optimizer)
         order = self.w13_input_order
         if order is not None and self.placement.is_shared_out:
             raise NotImplementedError(

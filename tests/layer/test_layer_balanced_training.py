@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from checkpoints import held
 from ranks import mine, spawn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import moe_ops
@@ -30,7 +33,7 @@ def balanced(ranks=None, group=None, seed=None, **options):
     state = EplbState.make(1, E, REDUNDANT, ranks, group=group)
     layer.set_eplb_state(0, *state[1:])
     if seed is not None:
-        rebalance(layer, state, seed, ranks)
+        rebalance(layer, state, seed, ranks or layer.moe_parallel_config.ep_size)
     return layer, state
 
 
@@ -38,6 +41,7 @@ def rebalance(layer, state, seed, ranks, optimizer=None):
     """Give experts a random load, and move them."""
     g = torch.Generator().manual_seed(seed)
     load = torch.randint(0, 1000, state.expert_load.shape, generator=g, dtype=torch.int32)
+    load[:, seed % E] += 9000 * (seed % 2)  # an expert with five replicas, or several with two
     state.expert_load.copy_(load)
     before = state.physical_to_logical_map.clone()
     state.rebalance_([layer.expert_tensors(optimizer)], 1, 1, ranks)
@@ -100,6 +104,26 @@ def test_every_replica_has_the_gradient_of_its_expert():
         assert torch.equal(layer(*rows[:2]), found["out"])
 
 
+def test_biases_of_a_quantized_layer():
+    """They train beside weights that are frozen."""
+    whole, rows = layer_of(scheme="int8_w8a16"), batch()
+    layer, _ = balanced(ranks=4, seed=1, scheme="int8_w8a16")
+    weights = moe_ops.quantize_weight(torch.randn(E, 2 * I, H) / 6, "int8_w8a16")
+    second = moe_ops.quantize_weight(torch.randn(E, H, I) / 8, "int8_w8a16")
+    for model in (whole, layer):
+        for which, stored in (("w13", weights), ("w2", second)):
+            getattr(model, f"{which}_weight").data.copy_(stored.data[held(model)])
+            scale = getattr(model, f"{which}_weight_scale").data
+            scale.copy_(stored.scale[held(model)].view(scale.shape))
+        for bias in (model.w13_bias, model.w2_bias):
+            bias.requires_grad_()
+    expected = gradients(whole, whole, rows, NAMES[2:])
+    found = gradients(layer, layer, rows, NAMES[2:])
+    for name in NAMES[2:]:
+        torch.testing.assert_close(found[name], expected[name][held(layer)])
+    assert same_replicas([found[name] for name in NAMES[2:]], held(layer))
+
+
 def test_experts_must_not_move_before_the_backward_pass():
     layer, state = balanced(ranks=4)
     out = layer(*batch()[:2])
@@ -117,17 +141,13 @@ class Doubled(moe_ops.layer.UnquantizedFusedMoEMethod):
 
 
 def test_what_is_not_trained():
-    """Biases in a quantized layer or beside a kernel; weights that another method reads."""
+    """Biases beside a kernel that was set; weights that another method reads."""
     x, logits, _ = batch()
-    layer, _ = balanced(scheme="int8_w8a16")
-    layer.w2_bias.requires_grad_()
-    with pytest.raises(NotImplementedError, match="w2_bias must not require grad .* is quantized"):
-        layer(x, logits)
     layer, _ = balanced()
     biases = {"w1_bias": layer.w13_bias, "w2_bias": layer.w2_bias}
     config = moe_ops.FusedMoEQuantConfig("unquantized", **biases)
     layer.kernel = moe_ops.select_kernel(layer.moe_config, config)
-    with pytest.raises(NotImplementedError, match="w2_bias must not .* whose kernel was set"):
+    with pytest.raises(NotImplementedError, match="w2_bias must not require grad .* layer.kernel"):
         layer(x, logits)
     layer, _ = balanced()
     layer.quant_method = Doubled()
@@ -200,7 +220,7 @@ def check_training(rank, ranks):
             (whole(x, logits) - y).square().sum().backward()
             (run(x[tokens], logits[tokens]) - y[tokens]).square().sum().backward()
             norms = [clip_grad_norm_(model, 20.0) for model in (layer, whole)]
-            torch.testing.assert_close(*norms)
+            torch.testing.assert_close(*norms, rtol=1e-5, atol=0)  # float32 sums of 50,000
             assert norms[0] > 20
             for optimizer in optimizers:
                 optimizer.step()
@@ -222,6 +242,37 @@ def check_training(rank, ranks):
             rebalance(layer, state, 10 * number + step, ranks, optimizers[0])
 
 
+def check_wrapped(rank, ranks):
+    """Replicas of the whole layer take means of the gradients; their replicas of experts, sums."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ep"))
+    data, ep, whole = mesh["data"], mesh["ep"], layer_of()
+    x, logits, y = batch()
+    (whole(x, logits) - y).square().sum().div(2).backward()
+    tokens = mine((T // 2, T // 2), data.get_local_rank())
+    way = {"ep_size": 2, "ep_rank": ep.get_local_rank(), "reduce_results": True, "tp_group": ep}
+    for wrap in (
+        lambda layer: DistributedDataParallel(layer, process_group=data.get_group()),
+        lambda layer: fully_shard(layer, mesh=data),
+    ):
+        layer, _ = balanced(group=ep, seed=3, **way)
+        experts = layer.held_placement().experts
+        model = wrap(layer)
+        (model(x[tokens], logits[tokens]) - y[tokens]).square().sum().backward()
+        for name, own in layer.named_parameters():
+            grad = own.grad.full_tensor() if hasattr(own.grad, "full_tensor") else own.grad
+            torch.testing.assert_close(grad, getattr(whole, name).grad[experts])
+        for norm_type in (1.0, 2.0, float("inf")):
+            expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9, norm_type)
+            norm = clip_grad_norm_(model, 1e9, norm_type)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)  # float32 sums of 50,000
+
+
+def check(rank, ranks):
+    check_training(rank, ranks)
+    if ranks == 4:
+        check_wrapped(rank, ranks)
+
+
 def held_by_all(layer):
     """The logical expert of each physical one."""
     return list(layer.held_placement().logical)
@@ -229,4 +280,4 @@ def held_by_all(layer):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_learn_what_one_rank_does(ranks):
-    spawn(check_training, ranks)
+    spawn(check, ranks)

@@ -40,6 +40,7 @@ def whole_prepare(s, ranks, ids, x, weights, on_input):
     return one.prepare(*padded, E, None, on_input, s.config, False), padded
 
 
+@torch.no_grad()
 def check_prepared(rank, ranks):
     tokens = mine(COUNT_OF[ranks], rank)
     held = slice(rank * (E // ranks), (rank + 1) * (E // ranks))
@@ -103,7 +104,8 @@ def check_kernels(rank, ranks):
             s = setup(PROBLEM.with_(scheme=name), moe_ops.pipeline.TritonExperts, device())
             oracle, kernel, arguments = kernels(s, rank, ranks, kind)
             expected = oracle.apply(**arguments).float()
-            out = kernel.apply(**arguments)
+            with torch.no_grad():
+                out = kernel.apply(**arguments)
             error = (out.float() - expected).norm() / expected.norm().clamp(min=1e-9)
             assert error < 0.02, (name, kind.__name__, float(error))
             assert torch.equal(kernel.apply(**arguments), out)
@@ -163,6 +165,7 @@ def check_gradients(rank, ranks):
             assert torch.equal(a, b)
 
 
+@torch.no_grad()
 def check_compiled(rank, ranks):
     s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
     _, kernel, arguments = kernels(s, rank, ranks, moe_ops.pipeline.BatchedTritonExperts)

@@ -37,8 +37,8 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
     k rows travel for a token, one for each slot on another rank; the Standard format sends one for
     each other rank. A batch of many tokens is better off there.
 
-    **Gradients.** In grad mode tokens and gradients travel as those of the base class, and rows are
-    copied to their experts on their ranks, with the same bits.
+    **Gradients.** In grad mode a token travels once to each rank, as in the base class, and is
+    copied to its experts there. Results have the same bits. Gradients travel as in the base class.
 
     Rows fit as long as the ids of a token are distinct. Rows that do not fit are dropped and
     counted on the device in ``num_dropped`` (an error within `moe_ops.checking`).
@@ -143,10 +143,11 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Write rows to their experts; ids of the result count from this rank's first expert.
 
-        Rows that are not quantized travel as those of `SymmetricPrepareAndFinalize` in grad mode.
+        In grad mode rows that are not quantized travel once to each rank, as in the base class.
         """
         quant = tokens.quant
-        if quant is None and torch.is_grad_enabled():
+        recorded = quant is None and torch.is_grad_enabled()
+        if recorded:
             return super().send(tokens)
         windows = self._ready(tokens.a1, tokens.topk_ids)
         a1_scale = tokens.quant_config.input_scales[0]
