@@ -124,7 +124,7 @@ def test_state_dicts_load_onto_any_placement(scheme):
 
 def test_weights_that_were_trained_do_not_move():
     """An optimizer's state would stay; it may move with the weights."""
-    layer, state = layer_of(enable_eplb=True), EplbState.make(1, E, 0, 2)
+    layer, state = layer_of(enable_eplb=True).requires_grad_(False), EplbState.make(1, E, 0, 2)
     layer.set_eplb_state(0, *state[1:])
     moe_ops.load_checkpoint(layer, source_of(), progress=False)
     layer.requires_grad_()
