@@ -3,6 +3,8 @@
 The oracle is a layer on one rank that has each expert once, and all tokens.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -200,18 +202,34 @@ def of_all_ranks(x):
     return torch.cat(parts)
 
 
-def check_training(rank, ranks):
+def check_same(layer, whole, optimizers):
+    """Weights and moments of all replicas are those of the expert on one rank."""
+    experts = list(layer.held_placement().logical)
+    for name in NAMES:
+        both = [getattr(model, name) for model in (layer, whole)]
+        states = [of.state[x] for of, x in zip(optimizers, both, strict=True)]
+        moments = [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")]
+        for own, expected in (both, *moments):
+            rows = of_all_ranks(own)
+            assert same_replicas([rows], experts), name
+            torch.testing.assert_close(rows, expected[experts])
+
+
+def check_training(rank, ranks, compiled):
     """Steps of Adam with clipping; experts move between them, and their moments with them."""
     for number, way in enumerate(ways(rank, ranks)):
+        if compiled and number != 2:  # an exchange that a graph can run
+            continue
         whole = layer_of()
         layer, state = balanced(group=dist.group.WORLD, **way)
         config = layer.moe_parallel_config
         batches = config.layer_size // config.replica_size
         tokens = mine(COUNTS[batches], config.tokens_rank)
-        recomputed = number % 2 == 1  # by a checkpoint
-
-        def run(*rows, layer=layer, recomputed=recomputed):
-            return checkpoint(layer, *rows, use_reentrant=False) if recomputed else layer(*rows)
+        run = layer
+        if number % 2:
+            run = partial(checkpoint, layer, use_reentrant=False)
+        elif compiled:
+            run = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
 
         # An epsilon that is no smaller than noise: a gradient of 0 takes no step.
         optimizers = [torch.optim.Adam(x.parameters(), 1e-2, eps=1e-2) for x in (layer, whole)]
@@ -225,20 +243,7 @@ def check_training(rank, ranks):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            experts = held_by_all(layer)
-            for name in NAMES:
-                own, expected = getattr(layer, name), getattr(whole, name)
-                moments = (of.state[x] for of, x in zip(optimizers, (own, expected), strict=True))
-                pairs = [(own, expected)]
-                pairs += [
-                    (a, b) for a, b in zip(*(m.values() for m in moments), strict=True) if a.dim()
-                ]
-                for a, b in pairs:
-                    a = of_all_ranks(a)
-                    assert same_replicas([a], experts), (way, name)
-                    torch.testing.assert_close(
-                        a, b[experts], msg=lambda m, n=name, w=way: f"{w} {n}: {m}"
-                    )
+            check_same(layer, whole, optimizers)
             rebalance(layer, state, 10 * number + step, ranks, optimizers[0])
 
 
@@ -267,17 +272,15 @@ def check_wrapped(rank, ranks):
             torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)  # float32 sums of 50,000
 
 
-def check(rank, ranks):
-    check_training(rank, ranks)
+def check(rank, ranks, compiled):
+    check_training(rank, ranks, compiled)
     if ranks == 4:
         check_wrapped(rank, ranks)
 
 
-def held_by_all(layer):
-    """The logical expert of each physical one."""
-    return list(layer.held_placement().logical)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_learn_what_one_rank_does(ranks):
-    spawn(check, ranks)
+@pytest.mark.parametrize(
+    ("ranks", "compiled"),
+    [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.exhaustive)],
+)
+def test_ranks_learn_what_one_rank_does(ranks, compiled):
+    spawn(check, ranks, compiled)
