@@ -146,7 +146,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         In grad mode rows that are not quantized travel once to each rank, as in the base class.
         """
         quant = tokens.quant
-        recorded = quant is None and torch.is_grad_enabled()
+        recorded = quant is None and torch.is_grad_enabled() and self.has_gradients()
         if recorded:
             return super().send(tokens)
         windows = self._ready(tokens.a1, tokens.topk_ids)
