@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 from moe_ops import checks
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.replicas import first_replicas
 from moe_ops.pipeline.exchange.groups import RankGroup
 
 
@@ -22,9 +23,9 @@ def clip_grad_norm_(
     """Scale the gradients of a model such that their norm, over all ranks, is at most ``max_norm``.
 
     As `torch.nn.utils.clip_grad_norm_`, which would give each rank another norm, that of its own
-    experts, and so another factor. Here the experts of every rank count once, and so does a
-    gradient that all ranks have. Gradients that `fully_shard` has made DTensors may be there too.
-    All ranks of the layers must call this.
+    experts, and so another factor. Here the experts of every rank count once, also those that have
+    replicas, and so does a gradient that all ranks have. Gradients that `fully_shard` has made
+    DTensors may be there too. All ranks of the layers must call this.
 
     Args:
         model: gradients of its parameters are scaled in place; parameters without one are skipped.
@@ -44,14 +45,17 @@ def clip_grad_norm_(
         if not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     groups: dict[RankGroup, list[Tensor]] = {}
+    firsts: dict[int, Tensor | None] = {}
     for module in model.modules():
-        if isinstance(module, ExpertLayer) and module.is_spread:
+        first = first_replicas(module) if isinstance(module, ExpertLayer) else None
+        if isinstance(module, ExpertLayer) and (module.is_spread or first is not None):
             experts = (module._parameters.get(name) for name in parameter_specs(module.sizes))
             held = [x for x in experts if x is not None]  # not the gate of shared experts
             groups.setdefault(module.rank_group, []).extend(held)
-    own = {id(x) for experts in groups.values() for x in experts}
-    norms = [_norms((x for x in model.parameters() if id(x) not in own), norm_type)]
-    norms += [group.all_gather(_norms(experts, norm_type)) for group, experts in groups.items()]
+            firsts |= {id(x): first for x in held}
+    norms = [_norms((x for x in model.parameters() if id(x) not in firsts), norm_type, {})]
+    for group, spread in groups.items():
+        norms.append(group.all_gather(_norms(spread, norm_type, firsts)))
     total = torch.linalg.vector_norm(torch.cat([x.to(norms[-1].device) for x in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the norm of the gradients must be finite, got {float(total)}")
@@ -65,19 +69,36 @@ def clip_grad_norm_(
     return total
 
 
-def _norms(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+def _norms(
+    parameters: Iterable[Tensor], norm_type: float, firsts: Mapping[int, Tensor | None]
+) -> Tensor:
     """Return norms whose norm is that of all gradients, in float32 and in a fixed number.
 
     The first is that of plain tensors, the second that of DTensors over all of their ranks.
+    ``firsts`` has the `first_replicas` by the id of a parameter: these rows are counted.
     """
     parameters = [*parameters]
-    grads = [x.grad for x in parameters if x.grad is not None]
+    grads = [
+        _first_rows(x.grad, firsts.get(id(x)), norm_type) for x in parameters if x.grad is not None
+    ]
     sharded = [grad for grad in grads if hasattr(grad, "full_tensor")]
     plain = get_total_norm([x for x in grads if not hasattr(x, "full_tensor")], norm_type)
     whole: Any = get_total_norm(sharded, norm_type)
     device = parameters[0].device if parameters else plain.device
-    both = (plain, whole.full_tensor() if sharded else whole)
+    both = (plain, _of_all_shards(whole))
     return torch.stack([x.to(device, torch.float32) for x in both])
+
+
+def _first_rows(grad: Tensor, first: Tensor | None, norm_type: float) -> Tensor:
+    """Return the gradient, or the norms of its rows, 0 for those that are not counted."""
+    if first is None:
+        return grad
+    rows: Any = torch.linalg.vector_norm(grad.flatten(1), norm_type, 1, dtype=torch.float32)
+    return _of_all_shards(rows) * first
+
+
+def _of_all_shards(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def _local(x: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import Any, cast
@@ -19,6 +19,7 @@ from moe_ops.layer.host_memory import reason_against
 from moe_ops.layer.initial import warn_if_empty
 from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.replicas import trained_together
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import Made
 from moe_ops.loading.names import SUFFIX
@@ -112,10 +113,15 @@ class FusedMoEMethodBase(ABC):
             return self._experts(layer, x, topk_weights, topk_ids, lora)
         if state.host_experts is not None:
             raise NotImplementedError(reason_against(state))
+        w13, w2 = layer.w13_weight, layer.w2_weight
+        if layer.enable_eplb:
+            w13, w2, *biases = trained_together(layer)
+            if state.kernel is None and len(wanted(*biases)) > 0:
+                kernel = self.kernel_of(layer, biases)
         call = Call(
             x,
-            layer.w13_weight,
-            layer.w2_weight,
+            w13,
+            w2,
             topk_weights,
             topk_ids,
             layer.activation,
@@ -154,7 +160,10 @@ class FusedMoEMethodBase(ABC):
     ) -> Tensor:
         """Run experts without a kernel, on the device or in host memory."""
         host = layer.state.host_experts
-        own = layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias
+        if layer.enable_eplb:
+            own = trained_together(layer)
+        else:
+            own = layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias
         config = self.get_fused_moe_quant_config(layer) if host is None else host.quant_config
         w1, w2, w1_bias, w2_bias = own if host is None else host[1:5]
         out_TH = fused_experts(
@@ -185,13 +194,14 @@ class FusedMoEMethodBase(ABC):
         """Return what sends tokens to other ranks' experts; None: nothing does."""
         return self.exchange
 
-    def kernel_of(self, layer: ExpertLayer) -> FusedMoEKernel:
+    def kernel_of(self, layer: ExpertLayer, biases: Sequence[Tensor | None] = ()) -> FusedMoEKernel:
         """Return the kernel around the layer's exchange of tokens, for the current parameters.
 
-        It is made when the layer's state or parameters change, and in calls that are compiled.
+        It is made when the layer's state or parameters change, in calls that are compiled, and with
+        ``biases`` of both weights in place of the layer's own.
         """
-        compiling, own = torch.compiler.is_compiling(), layer._parameters.values()
-        made = None if compiling else layer.state.made.get("kernel")
+        own, once = layer._parameters.values(), torch.compiler.is_compiling() or len(biases) > 0
+        made = None if once else layer.state.made.get("kernel")
         if made is not None and all(map(is_, own, made.parameters)):
             return cast(FusedMoEKernel, made.value)
         part = layer.state.exchange
@@ -200,13 +210,18 @@ class FusedMoEMethodBase(ABC):
                 "quant_method.maybe_make_prepare_finalize must return what exchanges tokens with "
                 f"{layer.moe_parallel_config}, got None"
             )
+        experts = self.select_gemm_impl(part, layer)
+        if biases:
+            w1_bias, w2_bias = biases
+            config = replace(experts.quant_config, w1_bias=w1_bias, w2_bias=w2_bias)
+            experts.quant_config = config
         kernel = FusedMoEKernel(
             part,
-            self.select_gemm_impl(part, layer),
+            experts,
             moe_parallel_config=layer.moe_parallel_config,
             chunk_size=layer.chunk_size,
         )
-        if not compiling:
+        if not once:
             layer.state.made["kernel"] = Made(kernel, [*own])
         return kernel
 

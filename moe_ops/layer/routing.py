@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from moe_ops import checks
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.rank_checks import check_own_weights
 from moe_ops.parallel.eplb_state import LayerEplbState, layer_of
-from moe_ops.parallel.trained import watch
+from moe_ops.parallel.trained import training_state, watch
 from moe_ops.routing import CaptureFn, SelectedExperts, fused_topk, select_experts
 
 
@@ -105,7 +107,7 @@ class RoutesTokens(ExpertLayer):
     routes_plainly: bool
     """Whether `fused_topk` is all of the routing."""
     eplb_step: Tensor
-    """Number of calls since `set_eplb_state`, if that got no ``step``."""
+    """Number of calls without gradients since `set_eplb_state`, if that got no ``step``."""
 
     def set_eplb_state(
         self,
@@ -124,7 +126,8 @@ class RoutesTokens(ExpertLayer):
         `eplb_map_to_physical_and_record`. Without ``step`` the layer counts its calls on the
         device, in the buffer ``eplb_step``, so that decoding few tokens reaches every replica, in
         replays of a CUDA graph too. The count starts at 0 here, so equal calls after this one
-        choose equal replicas.
+        choose equal replicas. A call that records gradients leaves the count as it is, because a
+        checkpoint computes the call again, and must send its tokens to the same ranks.
 
         The rows of this layer must hold the experts that these maps say: set the state of a new
         model before its checkpoint is loaded. Later `EplbState.rebalance_` moves both together, and
@@ -165,33 +168,39 @@ class RoutesTokens(ExpertLayer):
         watch(x for x in self._parameters.values() if x is not None)
 
     def refuse_training(self, out: Tensor) -> Tensor:
-        """Let the backward pass raise if replicas of experts would be trained apart.
-
-        Each replica has the gradient of its own tokens. Without replicas only `rebalance_` refuses
-        weights that were trained.
-        """
-        weights = wanted(*self._parameters.values())
-        if not weights:
-            return out
-        if not torch.compiler.is_compiling():
-            watch(weights)
+        """Let the backward pass raise if a method of the caller's would train replicas apart."""
         replicas = self.global_num_experts - self.num_experts
-        reason = f"num_redundant_experts must be 0 to train the experts' weights, got {replicas}"
-        return refuse(out, weights, "FusedMoE", reason) if replicas else out
+        reads_weights = type(self.state.quant_method).apply is not FusedMoEMethodBase.apply
+        weights = wanted(*self._parameters.values()) if replicas and reads_weights else []
+        text = (
+            "num_redundant_experts must be 0 to train with a quant_method that has an apply of its "
+            f"own, got {replicas}"
+        )
+        return refuse(out, weights, "FusedMoE", text)
 
-    def expert_tensors(self) -> list[Tensor]:
+    def expert_tensors(self, optimizer: Optimizer | None = None) -> list[Tensor]:
         """Return this rank's tensors that have a row per expert: what `EplbState.rebalance_` moves.
 
         These are the parameters (without those of shared experts), and ``w13_input_order`` if each
         expert has its own.
 
+        Args:
+            optimizer: the optimizer of trained weights, whose state moves with them. Then the list
+                also has the gradients that there are, and the optimizer's tensors of each
+                parameter. All ranks must have taken equally many steps.
+
         Raises:
+            ValueError: an optimizer that does not have a parameter that requires grad.
             NotImplementedError: weights in act-order in a layer of several ranks, whose orders may
-                differ between ranks; weights that a wrapper holds or computes (`fully_shard`).
+                differ between ranks; weights that a wrapper holds or computes (`fully_shard`); an
+                optimizer's tensor that has another number of rows.
         """
         check_own_weights(self)
-        names = parameter_specs(self.sizes)
-        tensors: list[Tensor | None] = [self._parameters[name] for name in names]
+        own = {name: self._parameters[name] for name in parameter_specs(self.sizes)}
+        held = {name: x for name, x in own.items() if x is not None}
+        tensors: list[Tensor] = [*held.values()]
+        if optimizer is not None:
+            tensors = training_state(held, optimizer)
         order = self.w13_input_order
         if order is not None and self.placement.is_shared_out:
             raise NotImplementedError(
@@ -200,7 +209,7 @@ class RoutesTokens(ExpertLayer):
             )
         if order is not None and order.shape[0] == self.sizes.num_experts:
             tensors.append(order)
-        return [x for x in tensors if x is not None]
+        return tensors
 
     def set_capture_fn(self, fn: CaptureFn | None, *, buffer: Tensor | None = None) -> None:
         """Pass the experts that each call chooses to ``fn``, or write them into ``buffer``.
@@ -302,7 +311,9 @@ class RoutesTokens(ExpertLayer):
             **({} if state is None else self._balancing(state)),
         )
         if state is not None and state.step is None:
-            self.eplb_step.add_(1)
+            recorded = wanted(hidden_states, router_logits, *self._parameters.values())
+            if len(recorded) == 0:
+                self.eplb_step.add_(1)
         return routed
 
     def _balancing(self, state: LayerEplbState) -> dict[str, Any]:

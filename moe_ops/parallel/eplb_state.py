@@ -146,7 +146,7 @@ class EplbState(EplbTensors):
                 two layers that share memory; loads that are negative, because a counter of int32
                 has wrapped. Nothing has changed then.
             NotImplementedError: parameters that have received gradients: an optimizer's state for
-                their rows would stay behind.
+                their rows would stay behind (see the argument of `FusedMoE.expert_tensors`).
             ValueError: with a group also on the other ranks; and a ``num_gpus`` that is not the
                 number of ranks, tensors on another device than the state, arguments or placements
                 that differ between ranks.

@@ -4,6 +4,7 @@ import pytest
 import torch
 from rank_layers import H, T, batch, held, layer_of, ways
 from ranks import BACKENDS, spawn
+from torch.utils.checkpoint import checkpoint
 
 import moe_ops
 
@@ -136,6 +137,32 @@ def check_symmetric(rank, ranks):
     for a, b in zip(*found.values(), strict=True):
         assert torch.equal(a, b)
 
+    parts = {"max_num_tokens": T, "dp_size": ranks, "dp_rank": rank}  # rows travel to all ranks
+    backends = ("allgather_reducescatter", "symmetric")
+    layers = [layer_of({}, **parts, all2all_backend=backend) for backend in backends]
+    for a, b in zip(*(step(layer, rows).values() for layer in layers), strict=True):
+        assert torch.equal(a, b)
+
+
+class Recomputed(torch.nn.Module):
+    """A layer under activation checkpointing."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, logits):
+        return checkpoint(self.layer, x, logits, use_reentrant=False)
+
+
+def check_checkpoints(rank, ranks):
+    """The call is computed again before gradients travel, not in between: its rows travel too."""
+    for way, spread, tokens in ways(rank, ranks):
+        layer, rows = layer_of({}, **spread), [x[tokens] for x in batch()]
+        again = step(Recomputed(layer), rows)
+        for a, b in zip(again.values(), step(layer, rows).values(), strict=True):
+            assert torch.equal(a, b), way
+
 
 def check_refused(rank, ranks):
     """A sum by the caller, and ranks that share a scale of all tokens."""
@@ -168,6 +195,7 @@ def check_two(rank, ranks):
     check_compiled(rank, ranks)
     check_second(rank, ranks)
     check_symmetric(rank, ranks)
+    check_checkpoints(rank, ranks)
     check_refused(rank, ranks)
 
 

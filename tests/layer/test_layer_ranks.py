@@ -302,6 +302,7 @@ def check_wrappers_of_two(rank):
     ignored = [*names, "experts.expert_map"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(block, ignored)
     torch.testing.assert_close(DistributedDataParallel(block)(x), expected)
+    check_experts_beside_ddp(rank)
     DistributedDataParallel(Block())(x)
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(NotImplementedError, match=r"that share the layer \[0, 1\].*replicas"):
@@ -311,6 +312,32 @@ def check_wrappers_of_two(rank):
         with pytest.raises(NotImplementedError, match="part of FullyShardedDataParallel"):
             cpu = torch.device("cpu")
             FullyShardedDataParallel(Block(**summed(rank)), use_orig_params=original, device_id=cpu)
+
+
+def names_of_experts(model):
+    """What is a rank's own, as the guide lists it."""
+    names = []
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, moe_ops.FusedMoE):
+            own = {name for name, _ in layer.named_parameters(recurse=False)}
+            own = own - {"shared_expert_gate_weight"} | {"expert_map"}
+            names += [f"{prefix}.{name}" for name in own]
+    return names
+
+
+def check_experts_beside_ddp(rank):
+    """It takes means over ranks for the router; experts keep sums over the tokens of all ranks."""
+    x, whole = random(6, H, seed=11), Block()
+    whole(x).square().sum().backward()
+    block = Block(**exchanging(rank))
+    names = names_of_experts(block)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(block, names)
+    ddp = DistributedDataParallel(block)
+    ddp(x[4 * rank : 4 + 2 * rank]).square().sum().backward()
+    torch.testing.assert_close(block.router.weight.grad, whole.router.weight.grad / 2)
+    for name in ("w13_weight", "w2_weight"):
+        expected = getattr(whole.experts, name).grad[4 * rank : 4 * rank + 4]
+        torch.testing.assert_close(getattr(block.experts, name).grad, expected)
 
 
 def check_two(rank, ranks, folder):

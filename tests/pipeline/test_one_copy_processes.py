@@ -5,7 +5,7 @@ import torch
 from compilations import Compilations
 from exchanges import World
 from modular import setup, twice
-from ranks import spawn
+from ranks import mine, spawn
 
 import moe_ops
 from moe_ops.parallel import determine_expert_ranks
@@ -89,8 +89,38 @@ def check_compiled(rank, ranks):
         torch.compile(kernel.apply, fullgraph=True, backend="eager")(**arguments)
 
 
+def check_gradients_of_dropped(rank, ranks):
+    """Copies that do not fit are missing in gradients as they are in results."""
+    world = world_of(ranks, dtype=torch.float32)
+    part = FIXED(None, 8, world.expert_ranks, capacity_factor=0.45)
+    x, w1, w2, weights, ids, *_ = world.s.inputs
+    sent = ids.clone()
+    for other in range(ranks):
+        own = sent[mine(world.counts, other)]
+        assert bool(part.num_dropped(own, 6)) == (other == 0)
+        homes = world.expert_ranks[own.long()]
+        for home in range(ranks):
+            late = (homes == home).any(1).nonzero().flatten()[part.capacity(8) :]
+            own[late] = own[late].masked_fill(homes[late] == home, -1)
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    given = [t.clone().requires_grad_() for t in (x, w1, w2, weights)]
+    out = moe_ops.fused_experts(*given, sent)
+    expected = torch.autograd.grad(out, given, grad)
+    kernel, arguments = world.kernel(rank, part)
+    names = ("hidden_states", "w1", "w2", "topk_weights")
+    arguments = world.own(rank, arguments)
+    arguments |= {n: arguments[n].clone().requires_grad_() for n in names}
+    own, held = mine(world.counts, rank), world.held(rank)
+    found = kernel.apply(**arguments)
+    torch.testing.assert_close(found, out[own])
+    found = torch.autograd.grad(found, [arguments[n] for n in names], grad[own])
+    for actual, near, rows in zip(found, expected, (own, held, held, own), strict=True):
+        torch.testing.assert_close(actual, near[rows])
+
+
 def check_two(rank, ranks):
     check_schemes(rank, ranks)
+    check_gradients_of_dropped(rank, ranks)
     check_micro_batches(rank, ranks)
     check_compiled(rank, ranks)
 

@@ -9,6 +9,7 @@ from conftest import INTERPRETED
 from modular import layer_config, setup
 from rank_kernels import ANSWERS, COUNTS, PROBLEM, kernel_of, part_of
 from ranks import config_of, device, experts_of, mine, spawn, two_gpus
+from torch.utils.checkpoint import checkpoint
 
 import moe_ops
 from moe_ops.parallel import determine_expert_ranks
@@ -20,9 +21,9 @@ SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "fp8_tensor", "fp8_tens
 FEW = ("unquantized", "fp8_block128", "fp8_tensor_static")
 
 
-def exchange_of(ranks, top_k=K):
+def exchange_of(ranks, top_k=K, dtype=PROBLEM.dtype):
     sizes = (ROOM, PROBLEM.hidden_size, top_k, determine_expert_ranks(ranks, E))
-    dtype, share = PROBLEM.dtype, f"{top_k} slots"
+    share = f"{top_k} slots"
     return moe_ops.pipeline.BatchedSymmetricPrepareAndFinalize(
         None, *sizes, dtype=dtype, share=share, timeout=ANSWERS
     )
@@ -39,6 +40,7 @@ def whole_prepare(s, ranks, ids, x, weights, on_input):
     return one.prepare(*padded, E, None, on_input, s.config, False), padded
 
 
+@torch.no_grad()
 def check_prepared(rank, ranks):
     tokens = mine(COUNT_OF[ranks], rank)
     held = slice(rank * (E // ranks), (rank + 1) * (E // ranks))
@@ -86,7 +88,7 @@ def kernels(s, rank, ranks, kind):
     held, expert_map = experts_of(rank, ranks, E)
     config = layer_config(s.problem, device())
     experts = kind(config, config_of(s.config, held), ROOM, ranks)
-    kernel = moe_ops.FusedMoEKernel(exchange_of(ranks), experts)
+    kernel = moe_ops.FusedMoEKernel(exchange_of(ranks, dtype=s.problem.dtype), experts)
     oracle, arguments = kernel_of(
         s, rank, ranks, moe_ops.pipeline.AllGatherPrepareAndFinalize(None, ROOM)
     )
@@ -102,17 +104,68 @@ def check_kernels(rank, ranks):
             s = setup(PROBLEM.with_(scheme=name), moe_ops.pipeline.TritonExperts, device())
             oracle, kernel, arguments = kernels(s, rank, ranks, kind)
             expected = oracle.apply(**arguments).float()
-            out = kernel.apply(**arguments)
+            with torch.no_grad():
+                out = kernel.apply(**arguments)
             error = (out.float() - expected).norm() / expected.norm().clamp(min=1e-9)
             assert error < 0.02, (name, kind.__name__, float(error))
             assert torch.equal(kernel.apply(**arguments), out)
             trained = arguments | {"hidden_states": arguments["hidden_states"].requires_grad_()}
-            result = kernel.apply(**trained)
-            assert torch.equal(result, out)
-            with pytest.raises(NotImplementedError, match="prepare_finalize must have gradients"):
-                result.backward(result)
+            assert torch.equal(kernel.apply(**trained), out)
 
 
+TRAINED = ("hidden_states", "topk_weights", "w1", "w2")
+
+
+def gradients(apply, arguments, grad):
+    """The result, and the gradients of what is trained."""
+    given = {n: arguments[n].detach().clone().requires_grad_() for n in TRAINED}
+    out = apply(**arguments | given)
+    return [out.detach(), *torch.autograd.grad(out, [*given.values()], grad)]
+
+
+def check_gradients(rank, ranks):
+    """Those of one rank with all tokens; forward has the bits of calls without grad mode."""
+    tokens, (held, _) = mine(COUNT_OF[ranks], rank), experts_of(rank, ranks, E)
+    for kind, on_input in (
+        (moe_ops.pipeline.BatchedTritonExperts, False),
+        (moe_ops.pipeline.BatchedGroupedGemmExperts, True),
+    ):
+        problem = PROBLEM.with_(dtype=torch.float32, on_input=on_input)
+        s = setup(problem, moe_ops.pipeline.TritonExperts, device())
+        _, kernel, own = kernels(s, rank, ranks, kind)
+        own["topk_ids"] = own["topk_ids"].clone()
+        own["topk_ids"][:1, 1:] = -1
+        whole = s.arguments(topk_ids=s.inputs.topk_ids.clone())
+        for first in (0, COUNT_OF[ranks][0]):
+            whole["topk_ids"][first : first + 1, 1:] = -1
+        grad = torch.randn(s.inputs[0].shape, generator=torch.Generator().manual_seed(7)).to(
+            device()
+        )
+        expected = gradients(s.kernel.apply, whole, grad)
+        with torch.no_grad():
+            inferred = kernel.apply(**own)
+        out, x, weights, w1, w2 = actual = gradients(kernel.apply, own, grad[tokens])
+        assert torch.equal(out, inferred)
+        for a, b in zip((out, x, weights), expected, strict=False):
+            torch.testing.assert_close(a, b[tokens])
+        for a, b in zip((w1, w2), expected[3:], strict=True):
+            torch.testing.assert_close(a, b[held])
+        if INTERPRETED:
+            continue
+
+        def recomputed(kernel=kernel, **call):
+            return checkpoint(lambda: kernel.apply(**call), use_reentrant=False)
+
+        for a, b in zip(gradients(recomputed, own, grad[tokens]), actual, strict=True):
+            assert torch.equal(a, b)
+        if on_input:
+            continue
+        compiled = torch.compile(kernel.apply, fullgraph=True, backend="aot_eager")
+        for a, b in zip(gradients(compiled, own, grad[tokens]), actual, strict=True):
+            assert torch.equal(a, b)
+
+
+@torch.no_grad()
 def check_compiled(rank, ranks):
     s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
     _, kernel, arguments = kernels(s, rank, ranks, moe_ops.pipeline.BatchedTritonExperts)
@@ -172,9 +225,11 @@ def check_errors(rank, ranks):
 
 def check_all(rank, ranks):
     if INTERPRETED:  # programs run one after another: one cannot wait for the next
-        kernels_of("symmetric_batched").programs_of = lambda rows: 1
+        for stage in ("symmetric", "symmetric_batched"):
+            kernels_of(stage).programs_of = lambda rows: 1
     check_prepared(rank, ranks)
     check_kernels(rank, ranks)
+    check_gradients(rank, ranks)
     check_errors(rank, ranks)
     if ranks == 2 and not INTERPRETED:
         check_compiled(rank, ranks)

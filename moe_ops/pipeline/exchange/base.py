@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_ops import checks, ops
 from moe_ops.gradients import refuse
 from moe_ops.pipeline.checking import is_capturing
-from moe_ops.pipeline.exchange.gradients import Sent, SentBack
+from moe_ops.pipeline.exchange.gradients import SentBack, with_history
 from moe_ops.pipeline.exchange.groups import RankGroup, check_equal_scales
 from moe_ops.pipeline.formats import (
     ExpertTokensMetadata,
@@ -201,6 +201,12 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         """Return what has arrived in memory that later calls leave as it is: backward reads it."""
         return arrived
 
+    def arranged(self, arrived: Arrived, on_input: bool) -> Arrived:
+        """Return the experts' rows of tokens that were `kept`; ``on_input``: times weights."""
+        if not on_input:
+            return arrived
+        return arrived._replace(rows=weighted_rows(arrived.rows, arrived.topk_weights))
+
     def has_gradients(self) -> bool:
         """Whether gradients travel: see `moe_ops.pipeline.exchange.gradients`."""
         return type(self).send_again is not TokenExchange.send_again
@@ -291,15 +297,14 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             NotImplementedError: ``lora_ids`` in an exchange that does not take them.
         """
         adapters = None if lora_ids is None else self.lora_column(lora_ids)
-        later = apply_router_weight_on_input and topk_ids.shape[1] > 1 and not self.sends_slots
-        on_input = apply_router_weight_on_input and not later
         quant = None if defer_input_quant else quant_config.scheme.activation
+        recorded = quant is None and torch.is_grad_enabled() and self.has_gradients()
+        weighted = apply_router_weight_on_input and not recorded  # otherwise by `arranged`
+        later = weighted and topk_ids.shape[1] > 1 and not self.sends_slots
+        on_input = weighted and not later
         before = None if later else quant
         everywhere = later and quant is not None and quant.of_all_rows
-        recorded = quant is None and torch.is_grad_enabled() and self.has_gradients()
-        trained = recorded and not apply_router_weight_on_input
-        trained = trained and (a1.requires_grad or topk_weights.requires_grad)
-        x, router_weights = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
+        x, router_weights = (a1.detach(), topk_weights.detach()) if recorded else (a1, topk_weights)
         receive = self.send(
             Outgoing(
                 x,
@@ -317,9 +322,10 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
         def receiver() -> PrepareResult:
             arrived = receive()
-            rows, scale, weights, ids, adapters, meta = self.kept(arrived) if recorded else arrived
-            if trained:
-                rows, weights = Sent.apply(self, a1, topk_weights, rows, weights, ids)
+            if recorded:
+                arrived = with_history(self, a1, topk_weights, self.kept(arrived))
+                arrived = self.arranged(arrived, apply_router_weight_on_input)
+            rows, scale, weights, ids, adapters, meta = arrived
             if later and quant is None:
                 rows = weighted_rows(rows, weights)
             elif later and quant is not None:

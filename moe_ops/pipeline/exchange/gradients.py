@@ -47,13 +47,27 @@ class Sent(Function):
         return None, dx, dweights, None, None, None
 
 
+def with_history(exchange: Any, a1: Tensor, topk_weights: Tensor, arrived: Any) -> Any:
+    """Return an `Arrived` as a function of the tokens that were sent, if they require grad."""
+    if not (a1.requires_grad or topk_weights.requires_grad):
+        return arrived
+    came = arrived.rows, arrived.topk_weights, arrived.topk_ids
+    rows, weights = Sent.apply(exchange, a1, topk_weights, *came)
+    return arrived._replace(rows=rows, topk_weights=weights)
+
+
 class SentBack(Function):
     """The sums of ranks, as a function of this rank's sums."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Any, sums: Tensor, result: Tensor, ids: Tensor) -> Tensor:
-        """Return the result of `TokenExchange.send_back`."""
+        """Return the result of `TokenExchange.send_back`.
+
+        ``ids`` name the call. They are saved too, so that a checkpoint computes the call again
+        before gradients travel, and not between the two ways that they travel.
+        """
         ctx.exchange, ctx.ids = exchange, ids
+        ctx.save_for_backward(ids)
         return result.view_as(result)
 
     @staticmethod

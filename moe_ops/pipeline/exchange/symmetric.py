@@ -20,6 +20,7 @@ from moe_ops.pipeline.exchange.groups import check_expert_ranks
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.exchange.messages import sum_of_ranks
 from moe_ops.pipeline.prepare_finalize import Receiver
+from moe_ops.sizes import MAX_EXPERTS
 from moe_ops.windows import INTERRUPTED, WindowLayout, Windows, nothing
 
 _SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
@@ -278,7 +279,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             windows.again = ref(topk_ids)
         size = rows.shape[0]
         ids = topk_ids[windows.rank * size : (windows.rank + 1) * size]
-        most = torch.iinfo(torch.int32).max if self.expert_ranks is None else len(self.expert_ranks)
+        most = MAX_EXPERTS if self.expert_ranks is None else len(self.expert_ranks)
         arrived, *_ = ops.symmetric_send(
             rows,
             None,

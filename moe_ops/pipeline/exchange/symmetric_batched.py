@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
+from moe_ops.pipeline.batched_gradients import Places, dispatched
+from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize, mapped_ids
 from moe_ops.pipeline.checking import check_none_dropped
 from moe_ops.pipeline.exchange.base import Arrived, Outgoing
 from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
+from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.windows import Windows
+
+_GLOBAL = "_moe_ops_global"
+"""Attribute of the ids that prepare returns in grad mode: the ids of global experts."""
 
 
 class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
@@ -31,6 +36,9 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
 
     k rows travel for a token, one for each slot on another rank; the Standard format sends one for
     each other rank. A batch of many tokens is better off there.
+
+    **Gradients.** In grad mode a token travels once to each rank, as in the base class, and is
+    copied to its experts there. Results have the same bits. Gradients travel as in the base class.
 
     Rows fit as long as the ids of a token are distinct. Rows that do not fit are dropped and
     counted on the device in ``num_dropped`` (an error within `moe_ops.checking`).
@@ -106,18 +114,42 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         ranks = self.expert_ranks
         same = ranks[:, None] == ranks
         rows = same.tril(-1).sum(1, dtype=torch.int32)
-        self.placement = torch.stack([ranks, rows])
-        self.held = (ranks == windows[0].rank).nonzero().flatten().int()
-        for tensor in (self.placement, self.held):
+        self.placement, own = torch.stack([ranks, rows]), ranks == windows[0].rank
+        self.held = own.nonzero().flatten().int()
+        self.expert_map = torch.where(own, rows, -1)
+        for tensor in (self.placement, self.held, self.expert_map):
             torch._dynamo.mark_static_address(tensor)
 
-    def has_gradients(self) -> bool:
-        """False."""
-        return False
+    def send_back(self, sums: Tensor, topk_ids: Tensor) -> Receiver:
+        """Write partial sums to their tokens' ranks, and add."""
+        return super().send_back(sums, _global_ids(topk_ids))
+
+    def send_again(self, rows: Tensor, topk_ids: Tensor) -> Receiver:
+        """Write rows to the ranks of the experts once more, one for each token."""
+        return super().send_again(rows, _global_ids(topk_ids))
+
+    def arranged(self, arrived: Arrived, on_input: bool) -> Arrived:
+        """Copy the tokens' rows to the places that `send` gives them in calls without gradients."""
+        rows, _, weights, ids, *_ = arrived
+        places = Places(0, self.layout.num_local_experts, rows.shape[0])
+        local = mapped_ids(ids, self.expert_map, places.first_expert, places.num_local_experts)
+        router_weights = weights if on_input else None
+        copies, counts, dropped = dispatched(rows, router_weights, local, places, True)
+        check_none_dropped(dropped, places.max_num_tokens)
+        setattr(local, _GLOBAL, ids)
+        meta = ExpertTokensMetadata(counts, None, dropped)
+        return Arrived(copies, None, weights, local, meta=meta)
 
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
-        """Write rows to their experts; ids of the result count from this rank's first expert."""
-        windows, quant = self._ready(tokens.a1, tokens.topk_ids), tokens.quant
+        """Write rows to their experts; ids of the result count from this rank's first expert.
+
+        In grad mode rows that are not quantized travel once to each rank, as in the base class.
+        """
+        quant = tokens.quant
+        recorded = quant is None and torch.is_grad_enabled() and self.has_gradients()
+        if recorded:
+            return super().send(tokens)
+        windows = self._ready(tokens.a1, tokens.topk_ids)
         a1_scale = tokens.quant_config.input_scales[0]
         after = quant is not None and quant.of_all_rows
         if after and tokens.on_input:  # rounded before it is known by which scale
@@ -151,3 +183,9 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         meta = ExpertTokensMetadata(counts, None, dropped)
         there = None if quant is None else scale
         return lambda: Arrived(rows, there, weights, ids, meta=meta)
+
+
+def _global_ids(topk_ids: Tensor) -> Tensor:
+    """Return the ids by which the base class knows the call."""
+    ids: Tensor = getattr(topk_ids, _GLOBAL, topk_ids)
+    return ids
