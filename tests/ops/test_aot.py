@@ -18,6 +18,7 @@ from aot_launches import (
     launch_residency,
     slot_plan,
 )  # noqa: E402
+from pairwise import cover  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
@@ -169,26 +170,51 @@ QUANTS = (
 )
 
 
-def launch_quantization(tokens, quant, width, experts=257, k=8):
-    """Every way to a quantized row: of x, of slots, of an activation, in both formats."""
+WAYS = ("rows", "slots", "activation", "dispatch", "batched", "batched activation")
+"""Every way to a quantized row: of x, of slots, of an activation, in both formats."""
+
+
+def parts(quant):
+    """The element of a quantization, and what shares a scale of which type."""
+    element, group = quant.split(":", 1)
+    return {"element": element, "group": group}
+
+
+PAIRS = cover(
+    {"way": WAYS, **{n: [*dict.fromkeys(parts(q)[n] for q in QUANTS)] for n in ("element", "group")}},
+    [(("element", "group"), lambda element, group: f"{element}:{group}" in QUANTS)],
+)
+"""Ways with elements and groups, which are different functions: every two of them meet."""
+
+
+def launch_quantization(tokens, quant, width, ways, experts=257, k=8):
+    """Quantized rows, made in some ways."""
 
     def launch(empty):
         x, ids = empty(tokens, width), empty(tokens, k, dtype=torch.int32)
         weights = empty(tokens, k, dtype=torch.float32)
         h, one = empty(tokens * k, 2 * width), empty(1, dtype=torch.float32)
+        wide, counts = empty(experts, tokens, 2 * width), empty(experts, dtype=torch.int32)
         scale = one if quant.endswith("global_scale") else None
-        quantize.moe_quantize(x, scale, None, None, None, experts, quant)
-        quantize.moe_quantize(x, scale, weights, ids, None, experts, quant)
-        quantize.activation_quantize(h, scale, ids, None, experts, "silu", quant)
         dispatch = (x, scale, weights, ids, 0, experts, tokens)
-        _, _, counts, _ = batched.batched_dispatch(*dispatch, quant)
-        batched.batched_quantize(empty(experts, tokens, width), scale, counts, quant)
-        h = empty(experts, tokens, 2 * width)
-        batched.batched_activation_quantize(h, scale, counts, "swigluoai", quant)
+        rows = empty(experts, tokens, width)
+        calls = {
+            "rows": (quantize.moe_quantize, x, scale, None, None, None, experts),
+            "slots": (quantize.moe_quantize, x, scale, weights, ids, None, experts),
+            "activation": (quantize.activation_quantize, h, scale, ids, None, experts, "silu"),
+            "dispatch": (batched.batched_dispatch, *dispatch),
+            "batched": (batched.batched_quantize, rows, scale, counts),
+            "batched activation": (
+                batched.batched_activation_quantize, wide, scale, counts, "swigluoai"
+            ),
+        }  # fmt: skip
+        for way in ways:
+            function, *arguments = calls[way]
+            function(*arguments, quant)
         if quant.startswith("int8:*x*"):
             quantize.moe_quantize(x, one, None, None, None, experts, f"{quant}:static")
             batched.batched_dispatch(*dispatch, "")
-            batched.batched_activation(h, counts, "silu")
+            batched.batched_activation(wide, counts, "silu")
             batched.batched_rows(ids, 0, experts, tokens)
 
     return launch
@@ -221,9 +247,11 @@ def quantizations():
 
 
 @pytest.mark.parametrize(("arch", "quant", "shape"), [*quantizations()], ids=str)
-def test_quantization(arch, quant, shape):
+def test_quantization(arch, quant, shape, request):
     """A row of up to 16384 columns stays in registers. e4m3 begins with sm_89."""
     if ("fp8" in quant or "e4m3" in quant) and arch < 89:
         pytest.skip("e4m3 does not exist on this architecture")
     tokens, width = shape
-    check_resources(aot.compile_launch(arch, launch_quantization(tokens, quant, width)), arch)
+    ways = [row["way"] for row in PAIRS if {**row, **parts(quant)} == row]
+    ways = WAYS if request.config.getoption("exhaustive") else ways
+    check_resources(aot.compile_launch(arch, launch_quantization(tokens, quant, width, ways)), arch)

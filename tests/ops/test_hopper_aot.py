@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 import plans  # noqa: E402
-from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized, slot_plan  # noqa: E402
+from aot_launches import EXPERTS, HALF, TOP_K, given_plan, launch_hopper_layer, launch_unquantized  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from products import plain_product  # noqa: E402
 from table_items import every_row  # noqa: E402
@@ -115,7 +115,7 @@ def test_the_product_beside_its_activation(scheme, tokens, activation, spilled):
             scale = empty(*quant.row_scale_shape(tokens, 2048), dtype=torch.float32)
             w += [empty(*weight.weight_scale_shape(EXPERTS, 1536, 2048), dtype=torch.float32)]
         with plans.row_tile(None, portable_only=False):
-            tiles = slot_plan(ids, EXPERTS, scheme)
+            tiles = given_plan(ids, EXPERTS, scheme)
             call = (a, scale, w, None, tiles, TOP_K, scheme, torch.bfloat16, activation)
             expert_product.activated_product(*call, weight is None)
 
@@ -230,7 +230,7 @@ def launch_ordered(activation, weights, ordered, config):
         second = empty(tokens * TOP_K, width), empty(EXPERTS, hidden, width), None
         given = None if weights is None else empty(tokens, TOP_K, dtype=weights)
         with plans.row_tile(config.block_m, portable_only=False):
-            tiles = slot_plan(ids, EXPERTS, "unquantized")
+            tiles = given_plan(ids, EXPERTS, "unquantized")
             rest = (tiles, TOP_K, activation, ordered)
             plain_product(expert_product, *first, given, *rest, config=config)
             plain_product(expert_product, *second, given, tiles, 1, "", ordered, config=config)
