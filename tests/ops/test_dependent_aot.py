@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 import aot_launches  # noqa: E402
+import stage_launches  # noqa: E402
+import torch  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
@@ -180,20 +182,42 @@ def constants(kernel):
     return next(c for c in kernel.src.constants.values() if isinstance(c, token_sizes.TokenSizes))
 
 
+def launch_shared(empty):
+    """What other tests compile too."""
+    quants = [q for q in stage_launches.QUANTS if q.startswith("int8") and "1x16" not in q]
+    for quant in quants:
+        tokens, width = (1, 2880) if "1x*" in quant else (4096, 16384)
+        ways = stage_launches.ways_of(quant)
+        stage_launches.launch_quantization(tokens, quant, width, ways)(empty)
+    stage_launches.launch_stages(4096)(empty)
+    stage_launches.launch_topk(160, 6, 8, "softmax")(empty)
+    stage_launches.launch_adjustments(160, 6)(empty)
+    stage_launches.launch_weight_gradients(16, torch.bfloat16, 1536, 2880)(empty)
+    stage_launches.launch_backward(empty)
+    aot_launches.launch_gemms(16, torch.bfloat16, "silu")(empty)
+    for _, launch in stage_launches.SYNCHRONIZED.values():
+        launch(empty)
+
+
+def launch_all(empty):
+    """Every kernel, the smallest problems last."""
+    launch_shared(empty)
+    aot_launches.launch_samples(STAGES)(empty)
+    aot_launches.launch_more(empty)
+    aot_launches.launch_residency(empty, 4, 2)
+
+
 @pytest.fixture(scope="module")
 def on_hopper(request):
-    """Kernels by name, as their launchers make them; without --exhaustive the first of each."""
+    """Kernels by name, as their launchers make them; without --exhaustive the first of each.
+
+    That is one which another test compiles too, where there is one.
+    """
     once = not request.config.getoption("exhaustive")
-    found = compiled(90, aot_launches.launch_samples(STAGES), once=once)
-    others = (aot_launches.launch_more, aot_launches.launch_early, launch_host_memory)
-    for launch in others:
-        for name, more in compiled(90, launch, once=once).items():
-            found.setdefault(name, []).extend(more)
+    found = compiled(90, launch_all, once=once)
+    for name, more in compiled(90, aot_launches.launch_early, once=once).items():
+        found.setdefault(name, []).extend(more)
     return found
-
-
-def launch_host_memory(empty):
-    aot_launches.launch_residency(empty, 4, 2)
 
 
 @pytest.mark.parametrize("name", kernels())

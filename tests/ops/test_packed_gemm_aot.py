@@ -158,7 +158,8 @@ def test_under_fp8(scheme, tile, gemms):
     ("tile", "gemms"),
     [
         (128, FIRST),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((128, SECOND), (16, BOTH))),
+        pytest.param(128, SECOND, marks=pytest.mark.exhaustive),
+        pytest.param(16, BOTH, marks=pytest.mark.exhaustive),
     ],
 )
 def test_under_fp8_of_other_sizes(tile, gemms):

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import quick_compiler
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,6 +35,8 @@ from moe_ops.kernels import symmetric, symmetric_batched
 from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
 from moe_ops.windows import FAILED, Window, WindowLayout
+
+quick_compiler.install()
 
 KNOWN = [target.facts for target in TARGETS.values() if target.facts is not None]
 SHARED_MEMORY = {facts.arch: facts.shared_memory for facts in KNOWN}
@@ -390,8 +393,11 @@ def _disassembled(cubin: bytes) -> str:
 def packs_garbage(kernel: Any) -> bool:
     """Whether 8-bit floats that are known to be equal are packed with what a register has left.
 
-    So ptxas of Triton 3.6 does it for conversions of zeros that are zeros by their masks.
+    So ptxas of Triton 3.6 does it for conversions of zeros that are zeros by their masks. The
+    machine code is looked at if there are such conversions.
     """
+    if not re.search(r"cvt\.\S*e\dm\dx2", kernel.asm["ptx"]):
+        return False
     code = disassembled(kernel)
     return bool(re.search(r"F2FP\S*MERGE_C R\d+, (R\d+), \1, ", code))
 
