@@ -96,6 +96,8 @@ def test_alignment(arch):
         for tile, experts in ((16, 256), (64, 4), *[(32, 256)] * (arch == 90)):
             with row_tile(tile):
                 slot_plan(empty(tile * experts // 2, 1, dtype=torch.int32), experts, "unquantized")
+        if arch == 90:
+            slot_plan(empty(4096, 4, dtype=torch.int32), 64, "unquantized")
 
     kernels = aot.compile_launch(arch, launch)
     found = {kernel.metadata.name for kernel in kernels}

@@ -15,9 +15,11 @@ import aot  # noqa: E402
 import aot_launches  # noqa: E402
 import stage_launches  # noqa: E402
 import torch  # noqa: E402
+from token_layers import Layer  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
+from moe_ops.dispatch.blackwell import BLOCK_SCALED  # noqa: E402
 from moe_ops.kernels import activation
 from moe_ops.kernels._hopper import one_token_sizes as token_sizes
 from moe_ops.kernels._runtime import dependent
@@ -195,16 +197,9 @@ def launch_shared(empty):
     stage_launches.launch_weight_gradients(16, torch.bfloat16, 1536, 2880)(empty)
     stage_launches.launch_backward(empty)
     aot_launches.launch_gemms(16, torch.bfloat16, "silu")(empty)
+    Layer(empty, (128, 2048, 768, 8), "fp8_channel").sum()
     for _, launch in stage_launches.SYNCHRONIZED.values():
         launch(empty)
-
-
-def launch_all(empty):
-    """Every kernel, the smallest problems last."""
-    launch_shared(empty)
-    aot_launches.launch_samples(STAGES)(empty)
-    aot_launches.launch_more(empty)
-    aot_launches.launch_residency(empty, 4, 2)
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +208,14 @@ def on_hopper(request):
 
     That is one which another test compiles too, where there is one.
     """
-    once = not request.config.getoption("exhaustive")
-    found = compiled(90, launch_all, once=once)
+    once, samples = not request.config.getoption("exhaustive"), aot_launches.launch_samples(STAGES)
+
+    def launch(empty):
+        for some in (launch_shared, samples, aot_launches.launch_more):
+            some(empty)
+        aot_launches.launch_residency(empty, 4, 2)
+
+    found = compiled(90, launch, once=once)
     for name, more in compiled(90, aot_launches.launch_early, once=once).items():
         found.setdefault(name, []).extend(more)
     return found
@@ -224,7 +225,8 @@ def on_hopper(request):
 def test_nothing_comes_before_the_turn(name, on_hopper):
     """In PTX, where loads of a loop's first steps have been moved to its front."""
     if name == "block_scaled_gemm_kernel":
-        found = compiled(100, aot_launches.launch_samples(["expert_product"]))[name]
+        scaled = aot_launches.launch_samples(["expert_product"], BLOCK_SCALED[100])
+        found = compiled(100, scaled)[name]
     else:
         found = on_hopper.get(name)
     assert found, "no sample launches it"

@@ -213,8 +213,8 @@ def launch_residency(empty, experts, slots, row_tile=16):
         residency.make_resident(owner, 0, tiles, row_tile, 0, out)
 
 
-def launch_samples(names):
-    """What the samples of operators launch."""
+def launch_samples(names, schemes=None):
+    """What the samples of operators launch; of those with a scheme, if ``schemes`` are given."""
     samples = operator_samples.samples("cpu")
 
     def launch(empty):
@@ -227,6 +227,8 @@ def launch_samples(names):
             module = importlib.import_module(f"moe_ops.kernels.{STAGES[qualified]}")
             function = getattr(module, qualified.replace(".", "_"))
             for arguments in samples[qualified]:
+                if schemes and not any(isinstance(x, str) and x in schemes for x in arguments):
+                    continue
                 out = operator_samples.keywords(qualified, arguments)
                 function(*map(moved, arguments), **{k: moved(v) for k, v in out.items()})
 
