@@ -9,7 +9,6 @@ import re
 from collections import Counter
 
 import pytest
-import torch
 from conftest import INTERPRETED
 
 if INTERPRETED:
@@ -25,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes"),
 ]
-BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 PATTERNS = {
     "fence": r"fence\.proxy\.async",
     "products left": r"wgmma\.wait_group\.sync\.aligned (\d+)",

@@ -36,8 +36,6 @@ from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
 from moe_ops.windows import FAILED, Window, WindowLayout
 
-quick_compiler.install()
-
 KNOWN = [target.facts for target in TARGETS.values() if target.facts is not None]
 SHARED_MEMORY = {facts.arch: facts.shared_memory for facts in KNOWN}
 SHARED_MEMORY[103] = SHARED_MEMORY[100]
@@ -193,6 +191,7 @@ def compiling(
             if until:
                 patches.enter_context(stopping_after(until))
             patches.enter_context(assumed(facts))
+            patches.enter_context(quick_compiler.quicker())
             patches.enter_context(triton.knobs.nvidia.scope())
             triton.knobs.nvidia.dump_ptxas_log = True
             patches.enter_context(triton.knobs.compilation.scope())
