@@ -149,7 +149,10 @@ def quantizations():
 
 @pytest.mark.parametrize(("arch", "quant", "shape"), [*quantizations()], ids=str)
 def test_quantization(arch, quant, shape, request):
-    """A row of up to 16384 columns stays in registers. e4m3 begins with sm_89."""
+    """A row of up to 16384 columns stays in registers. e4m3 begins with sm_89.
+
+    Rows are made in the ways of `PAIRS`, or in every way if everything is compiled.
+    """
     if ("fp8" in quant or "e4m3" in quant) and arch < 89:
         pytest.skip("e4m3 does not exist on this architecture")
     tokens, width = shape

@@ -75,7 +75,7 @@ def test_one_binary_at_every_load(scheme, arch):
         for slots in (1, 7, 64, 4096):
             launch_product(empty, scheme, slots)
 
-    products = aot.compile_launch(arch, launch, until="ttir")
+    products = aot.compile_launch(arch, launch, until="ttgir")
     assert len(products) == 4
     assert len({kernel.hash for kernel in products}) == 1
 
