@@ -27,7 +27,7 @@ HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
 COMPILED_FOR = 90
 """The architecture for which each value of each parameter is compiled once; for one of the others,
 one item of each test."""
-MOST_COMPILED = 418
+MOST_COMPILED = 380
 """Limit on the compile items that `make test` runs: each takes seconds, and all of them must leave
 room for the other tests in the 12 minutes of `.ci/run`."""
 
@@ -92,26 +92,31 @@ def other_arch(test, archs):
 def shown_by_others(items):
     """Compile items that `make test` leaves out.
 
-    For ``COMPILED_FOR`` an item stays if a value of one of its parameters occurs in no earlier item
-    of its test; for one other architecture the first item of each test stays.
+    For ``COMPILED_FOR`` items stay until every value of each parameter of their test occurs in one
+    of them; for one other architecture the first item of each test stays.
     """
-    compiled = [item for item in items if item.get_closest_marker("aot")]
-    tests = [(item.path.name, item.originalname) for item in compiled]
-    archs = [params_of(item).get("arch", COMPILED_FOR) for item in compiled]
-    of_test = defaultdict(set)
-    for test, arch in zip(tests, archs, strict=True):
-        of_test[test].add(arch)
-    seen, others = set(), []
-    for item, test, arch in zip(compiled, tests, archs, strict=True):
-        values = set()
-        if arch == COMPILED_FOR:
-            values = {(*test, name, str(value)) for name, value in params_of(item).items()} | {test}
-        elif arch == other_arch(test, of_test[test]):
-            values = {(*test, "arch")}
-        if values <= seen:
-            others.append(item)
-        seen |= values
-    return others
+    of_test = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("aot"):
+            of_test[item.path.name, item.originalname].append(item)
+    return [item for test, compiled in of_test.items() for item in left_out_of(test, compiled)]
+
+
+def left_out_of(test, items):
+    """Items of one test that show nothing new: of the others, those with the most stay first."""
+    archs = [params_of(item).get("arch", COMPILED_FOR) for item in items]
+    other = other_arch(test, {*archs})
+    shown = [
+        {(name, str(value)) for name, value in {**params_of(item), "": ""}.items()}
+        if arch == COMPILED_FOR else {("arch", "another")} if arch == other else set()
+        for item, arch in zip(items, archs, strict=True)
+    ]  # fmt: skip
+    missing, stay = set().union(*shown), set()
+    while missing:
+        best = max(range(len(items)), key=lambda i: len(shown[i] & missing))
+        stay.add(best)
+        missing -= shown[best]
+    return [item for i, item in enumerate(items) if i not in stay]
 
 
 def check_compiled(items):

@@ -15,10 +15,10 @@ from aot_launches import (
     ARCHITECTURES,
     check_resources,
     launch_gemms,
-    launch_residency,
     slot_plan,
 )  # noqa: E402
 from plans import row_tile  # noqa: E402
+from stage_launches import QUANTS, WAYS, launch_quantization, launch_stages, ways_of  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
@@ -88,45 +88,6 @@ def test_epilogues_and_tails(activation_key):
     check_resources(aot.compile_launch(90, launch), 90)
 
 
-def launch_rest(tokens, experts=257, k=8):
-    def launch(empty):
-        ids = empty(tokens, k, dtype=torch.int32)
-        weights, expert_map = (
-            empty(tokens, k, dtype=torch.float32),
-            empty(experts, dtype=torch.int32),
-        )
-        for scoring in ("softmax", "sigmoid"):
-            logits, bias = (
-                empty(tokens, experts, dtype=torch.float32),
-                empty(experts, dtype=torch.float32),
-            )
-            how = (bias, k, True, scoring, 1.0)
-            routing.fused_topk(logits, *how)
-        align.plan_slots(ids, expert_map, experts, "unquantized", torch.bfloat16)
-        counts = align.count_expert_num_tokens(ids, None, experts)
-        align.plan_batched(counts, tokens, "unquantized")
-        order = permute.moe_permutation(ids, None, experts)
-        align.plan_permuted(order[0], tokens * k, "unquantized")
-        rows = permute.gather_rows(empty(tokens, 2880), order[2], order[0], k)
-        permute.order_columns(
-            empty(tokens, 2880), empty(experts, 2880, dtype=torch.int32), ids, expert_map
-        )
-        permute.moe_unpermute(rows, weights, order[1], order[0])
-        activation.activation(empty(tokens * k, 1408), "silu")
-        weight_and_reduce.moe_fused_mul_sum(
-            empty(tokens, k, 2880), weights, ids, expert_map, None, experts
-        )
-        replicas, enabled = empty(experts, 33, dtype=torch.int64), empty(1, dtype=torch.bool)
-        unpadded = empty(1, dtype=torch.int32)
-        eplb.eplb_map_to_physical_and_record(
-            ids, expert_map, replicas, expert_map, enabled, unpadded, torch.int64, 0, unpadded
-        )
-        for slots, tile in ((32, 16), (200, 192)):
-            launch_residency(empty, experts, slots, tile)
-
-    return launch
-
-
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, 103])
 def test_alignment(arch):
     """Few slots and many: other tests of GEMMs are given their plans."""
@@ -135,6 +96,8 @@ def test_alignment(arch):
         for tile, experts in ((16, 256), (64, 4), *[(32, 256)] * (arch == 90)):
             with row_tile(tile):
                 slot_plan(empty(tile * experts // 2, 1, dtype=torch.int32), experts, "unquantized")
+        if arch == 90:
+            slot_plan(empty(4096, 4, dtype=torch.int32), 64, "unquantized")
 
     kernels = aot.compile_launch(arch, launch)
     found = {kernel.metadata.name for kernel in kernels}
@@ -146,7 +109,7 @@ def test_alignment(arch):
 @pytest.mark.parametrize("tokens", [1, 4096])
 def test_other_stages(arch, tokens):
     """Copies from host memory take 16 bytes a thread at once."""
-    kernels = aot.compile_launch(arch, launch_rest(tokens))
+    kernels = aot.compile_launch(arch, launch_stages(tokens))
     check_resources(kernels, arch)
     copies = [k for k in kernels if k.metadata.name == "_make_resident_kernel"]
     assert copies and all(k.asm["ptx"].count(".v4.b32") >= 4 for k in copies)
@@ -156,42 +119,6 @@ def test_every_stage_is_compiled():
     here = {module.__name__.rpartition(".")[2] for module in MODULES}
     assert here | set(ELSEWHERE) == set(STAGES.values())
     assert all((Path(__file__).parent / file).exists() for file in ELSEWHERE.values())
-
-
-QUANTS = (
-    *(
-        f"{element}:{group}"
-        for element in ("int8", "fp8")
-        for group in ("*x*:float32", "1x*:float32", "1x128:float32", "1x16:pow2")
-    ),
-    *(f"{element}:1x32:e8m0" for element in ("fp8", "fp6_e2m3", "fp6_e3m2", "fp4")),
-    "fp4:1x16:e4m3:global_scale",
-)
-
-
-def launch_quantization(tokens, quant, width, experts=257, k=8):
-    """Every way to a quantized row: of x, of slots, of an activation, in both formats."""
-
-    def launch(empty):
-        x, ids = empty(tokens, width), empty(tokens, k, dtype=torch.int32)
-        weights = empty(tokens, k, dtype=torch.float32)
-        h, one = empty(tokens * k, 2 * width), empty(1, dtype=torch.float32)
-        scale = one if quant.endswith("global_scale") else None
-        quantize.moe_quantize(x, scale, None, None, None, experts, quant)
-        quantize.moe_quantize(x, scale, weights, ids, None, experts, quant)
-        quantize.activation_quantize(h, scale, ids, None, experts, "silu", quant)
-        dispatch = (x, scale, weights, ids, 0, experts, tokens)
-        _, _, counts, _ = batched.batched_dispatch(*dispatch, quant)
-        batched.batched_quantize(empty(experts, tokens, width), scale, counts, quant)
-        h = empty(experts, tokens, 2 * width)
-        batched.batched_activation_quantize(h, scale, counts, "swigluoai", quant)
-        if quant.startswith("int8:*x*"):
-            quantize.moe_quantize(x, one, None, None, None, experts, f"{quant}:static")
-            batched.batched_dispatch(*dispatch, "")
-            batched.batched_activation(h, counts, "silu")
-            batched.batched_rows(ids, 0, experts, tokens)
-
-    return launch
 
 
 ONE_OF_EACH = {quant.split(":")[0]: quant for quant in QUANTS}
@@ -221,9 +148,13 @@ def quantizations():
 
 
 @pytest.mark.parametrize(("arch", "quant", "shape"), [*quantizations()], ids=str)
-def test_quantization(arch, quant, shape):
-    """A row of up to 16384 columns stays in registers. e4m3 begins with sm_89."""
+def test_quantization(arch, quant, shape, request):
+    """A row of up to 16384 columns stays in registers. e4m3 begins with sm_89.
+
+    Rows are made in the ways of `PAIRS`, or in every way if everything is compiled.
+    """
     if ("fp8" in quant or "e4m3" in quant) and arch < 89:
         pytest.skip("e4m3 does not exist on this architecture")
     tokens, width = shape
-    check_resources(aot.compile_launch(arch, launch_quantization(tokens, quant, width)), arch)
+    ways = WAYS if request.config.getoption("exhaustive") else ways_of(quant)
+    check_resources(aot.compile_launch(arch, launch_quantization(tokens, quant, width, ways)), arch)

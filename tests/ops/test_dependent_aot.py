@@ -13,9 +13,13 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 import aot_launches  # noqa: E402
+import stage_launches  # noqa: E402
+import torch  # noqa: E402
+from token_layers import Layer  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
+from moe_ops.dispatch.blackwell import BLOCK_SCALED  # noqa: E402
 from moe_ops.kernels import activation
 from moe_ops.kernels._hopper import one_token_sizes as token_sizes
 from moe_ops.kernels._runtime import dependent
@@ -180,27 +184,49 @@ def constants(kernel):
     return next(c for c in kernel.src.constants.values() if isinstance(c, token_sizes.TokenSizes))
 
 
+def launch_shared(empty):
+    """What other tests compile too."""
+    quants = [q for q in stage_launches.QUANTS if q.startswith("int8") and "1x16" not in q]
+    for quant in quants:
+        tokens, width = (1, 2880) if "1x*" in quant else (4096, 16384)
+        ways = stage_launches.ways_of(quant)
+        stage_launches.launch_quantization(tokens, quant, width, ways)(empty)
+    stage_launches.launch_stages(4096)(empty)
+    stage_launches.launch_topk(160, 6, 8, "softmax")(empty)
+    stage_launches.launch_adjustments(160, 6)(empty)
+    stage_launches.launch_weight_gradients(16, torch.bfloat16, 1536, 2880)(empty)
+    stage_launches.launch_backward(empty)
+    aot_launches.launch_gemms(16, torch.bfloat16, "silu")(empty)
+    Layer(empty, (128, 2048, 768, 8), "fp8_channel").sum()
+    for _, launch in stage_launches.SYNCHRONIZED.values():
+        launch(empty)
+
+
 @pytest.fixture(scope="module")
 def on_hopper(request):
-    """Kernels by name, as their launchers make them; without --exhaustive the first of each."""
-    once = not request.config.getoption("exhaustive")
-    found = compiled(90, aot_launches.launch_samples(STAGES), once=once)
-    others = (aot_launches.launch_more, aot_launches.launch_early, launch_host_memory)
-    for launch in others:
-        for name, more in compiled(90, launch, once=once).items():
-            found.setdefault(name, []).extend(more)
+    """Kernels by name, as their launchers make them; without --exhaustive the first of each.
+
+    That is one which another test compiles too, where there is one.
+    """
+    once, samples = not request.config.getoption("exhaustive"), aot_launches.launch_samples(STAGES)
+
+    def launch(empty):
+        for some in (launch_shared, samples, aot_launches.launch_more):
+            some(empty)
+        aot_launches.launch_residency(empty, 4, 2)
+
+    found = compiled(90, launch, once=once)
+    for name, more in compiled(90, aot_launches.launch_early, once=once).items():
+        found.setdefault(name, []).extend(more)
     return found
-
-
-def launch_host_memory(empty):
-    aot_launches.launch_residency(empty, 4, 2)
 
 
 @pytest.mark.parametrize("name", kernels())
 def test_nothing_comes_before_the_turn(name, on_hopper):
     """In PTX, where loads of a loop's first steps have been moved to its front."""
     if name == "block_scaled_gemm_kernel":
-        found = compiled(100, aot_launches.launch_samples(["expert_product"]))[name]
+        scaled = aot_launches.launch_samples(["expert_product"], BLOCK_SCALED[100])
+        found = compiled(100, scaled)[name]
     else:
         found = on_hopper.get(name)
     assert found, "no sample launches it"

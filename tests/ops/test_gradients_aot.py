@@ -12,14 +12,15 @@ import aot  # noqa: E402
 from aot_launches import ARCHITECTURES, check_resources, given_plan, stored  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
+from stage_launches import launch_backward, launch_weight_gradients  # noqa: E402
 
 from moe_ops.kernels import activation, expert_dgrad, expert_product, expert_wgrad, routing  # noqa: E402
 from moe_ops.kernels._gemm import unpack  # noqa: E402
-from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+RANKS = [4, 16, 64]
 MODULES = (activation, expert_dgrad, expert_product, expert_wgrad, routing, unpack)
 SCHEMES = (
     "int4_w4a16_g128_zp", "int8_w8a16", "fp8_w8a16_block128", "mxfp4_w4a16", "nvfp4_w4a16",
@@ -32,27 +33,10 @@ def no_other_driver():
     aot.forget_kernels(*MODULES)
 
 
-def launch_weights(tile, dtype, n, k, experts=4, top_k=2):
-    def launch(empty):
-        slots = tile * experts
-        ids = empty(slots // top_k, top_k, dtype=torch.int32)
-        with row_tile(tile):
-            how = (given_plan(ids, experts, "unquantized", dtype), experts, "unquantized")
-            dy, x = empty(slots, n, dtype=dtype), empty(slots // top_k, k, dtype=dtype)
-            weights = empty(slots // top_k, top_k, dtype=torch.float32)
-            expert_wgrad.expert_wgrad(dy, x, None, *how, dtype)
-            expert_wgrad.expert_wgrad(x, dy, weights, *how, dtype)
-            expert_wgrad.expert_bias_grad(x, weights, *how)
-            bias = empty(experts, k, dtype=dtype)
-            expert_wgrad.slot_products(x, bias, ids, None, experts, True)
-
-    return launch
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dtype", "tile"), half_exhaustive(DTYPES, [16, 64, 128, 192]))
 def test_weight_gradients(arch, dtype, tile):
-    kernels = aot.compile_launch(arch, launch_weights(tile, dtype, 1536, 2880))
+    kernels = aot.compile_launch(arch, launch_weight_gradients(tile, dtype, 1536, 2880))
     check_resources(kernels, arch)
     if arch == 90 and dtype != torch.float32 and tile >= 64:
         products = [k for k in kernels if "wgrad" in k.metadata.name]
@@ -61,18 +45,20 @@ def test_weight_gradients(arch, dtype, tile):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("dtype", "rank"), half_exhaustive(DTYPES, [4, 16, 64]))
-def test_products_of_adapters(arch, dtype, rank):
-    """Any plan, also that of few slots; both factors' layouts."""
+@pytest.mark.parametrize(("dtype", "rank"), half_exhaustive(DTYPES, RANKS))
+def test_products_of_adapters(arch, dtype, rank, request):
+    """Any plan, also that of few slots; both factors' layouts, in turns of plans and ranks."""
+    everything, turn = request.config.getoption("exhaustive"), RANKS.index(rank)
 
     def launch(empty):
-        for tile, slots in ((16, 4), (16, 64), (64, 256), (128, 512)):
+        for i, (tile, slots) in enumerate(((16, 4), (16, 64), (64, 256), (128, 512))):
             ids = empty(slots // 2, 2, dtype=torch.int32)
             with row_tile(tile):
                 tiles = given_plan(ids, 4, "unquantized", dtype)
                 low, weights = empty(slots, rank, dtype=dtype), empty(slots // 2, 2)
                 b, a = empty(4, 1536, rank, dtype=dtype), empty(4, rank, 2880, dtype=dtype)
-                for w, n, given in ((b, 1536, weights), (a.transpose(1, 2), 2880, None)):
+                both = ((b, 1536, weights), (a.transpose(1, 2), 2880, None))
+                for w, n, given in both if everything else [both[(i + turn) % 2]]:
                     out = empty(slots, n, dtype=dtype)
                     expert_product.expert_product_out(low, [w], given, tiles, 1, out=out)
 
@@ -115,15 +101,4 @@ def test_packed_weights(arch, scheme):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_activations_and_routers(arch):
-    def launch(empty):
-        ids = empty(512, 8, dtype=torch.int32)
-        weights = empty(512, 8, dtype=torch.float32)
-        for key, width in (("silu", 768), ("swigluoai", 2880), ("gelu_no_mul", 704)):
-            x = empty(4096, width if "no_mul" in key else 2 * width)
-            how = (weights, ids, None, 128, key, True)
-            activation.moe_activation_backward(empty(4096, width), x, *how)
-        for scoring in SCORING_FUNCS:
-            how = (True, scoring, 1.0)
-            routing.topk_backward(weights, empty(512, 257, dtype=torch.float32), ids, *how)
-
-    check_resources(aot.compile_launch(arch, launch), arch)
+    check_resources(aot.compile_launch(arch, launch_backward), arch)

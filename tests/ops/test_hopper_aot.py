@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 import plans  # noqa: E402
-from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized, slot_plan  # noqa: E402
+from aot_launches import EXPERTS, HALF, TOP_K, given_plan, launch_hopper_layer, launch_unquantized  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from products import plain_product  # noqa: E402
 from table_items import every_row  # noqa: E402
@@ -115,7 +115,7 @@ def test_the_product_beside_its_activation(scheme, tokens, activation, spilled):
             scale = empty(*quant.row_scale_shape(tokens, 2048), dtype=torch.float32)
             w += [empty(*weight.weight_scale_shape(EXPERTS, 1536, 2048), dtype=torch.float32)]
         with plans.row_tile(None, portable_only=False):
-            tiles = slot_plan(ids, EXPERTS, scheme)
+            tiles = given_plan(ids, EXPERTS, scheme)
             call = (a, scale, w, None, tiles, TOP_K, scheme, torch.bfloat16, activation)
             expert_product.activated_product(*call, weight is None)
 
@@ -199,19 +199,19 @@ def check_packed(kernel, scheme, block_m, block_n, on_demand):
 
 EVERY_TILE = [
     pytest.param(
-        scheme, *tile, on_demand,
+        scheme, tile, on_demand,
         marks=[pytest.mark.exhaustive] * ((i + j + on_demand) % 2),  # every two meet in the rest
     )
     for i, scheme in enumerate(SCHEMES)
     for j, tile in enumerate(PACKED_TILES)
     for on_demand in (False, True)
+    if tile[1] in widths(PACKED, tile[0], 2 if scheme == "unquantized" else 1)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("scheme", "block_m", "block_n", "on_demand"), EVERY_TILE)
-def test_every_packed_tile(scheme, block_m, block_n, on_demand):
-    if block_n not in widths(PACKED, block_m, 2 if scheme == "unquantized" else 1):
-        pytest.skip("there is no such tile")
+@pytest.mark.parametrize(("scheme", "tile", "on_demand"), EVERY_TILE, ids=str)
+def test_every_packed_tile(scheme, tile, on_demand):
+    block_m, block_n = tile
     config = packed(block_m, block_n, on_demand)
     launch = launch_hopper_layer(scheme, 65536, "swigluoai", 2880, 1408, True, config)
     kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
@@ -230,7 +230,7 @@ def launch_ordered(activation, weights, ordered, config):
         second = empty(tokens * TOP_K, width), empty(EXPERTS, hidden, width), None
         given = None if weights is None else empty(tokens, TOP_K, dtype=weights)
         with plans.row_tile(config.block_m, portable_only=False):
-            tiles = slot_plan(ids, EXPERTS, "unquantized")
+            tiles = given_plan(ids, EXPERTS, "unquantized")
             rest = (tiles, TOP_K, activation, ordered)
             plain_product(expert_product, *first, given, *rest, config=config)
             plain_product(expert_product, *second, given, tiles, 1, "", ordered, config=config)
@@ -242,13 +242,14 @@ WEIGHTS = [None, torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize(("block_m", "block_n"), PACKED_TILES)
-def test_order_and_routing_weights(block_m, block_n, weights):
+@pytest.mark.parametrize("tile", PACKED_TILES, ids=str)
+def test_order_and_routing_weights(tile, weights):
     """Rows in both orders; products are multiplied by weights of any dtype where there are any.
 
     Every two of tile, weights and order meet.
     """
-    ordered = (PACKED_TILES.index((block_m, block_n)) + WEIGHTS.index(weights)) % 2 == 1
+    block_m, block_n = tile
+    ordered = (PACKED_TILES.index(tile) + WEIGHTS.index(weights)) % 2 == 1
     config = packed(block_m, block_n, block_m > 64)
     launched = aot.compile_launch(90, launch_ordered("silu", weights, ordered, config))
     kernels = [k for k in launched if "hopper" in k.metadata.name]

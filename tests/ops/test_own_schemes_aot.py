@@ -15,6 +15,7 @@ from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 from products import scaled_product, stored_product  # noqa: E402
 
+from moe_ops import fake_impls  # noqa: E402
 from moe_ops.kernels import expert_product, quantize  # noqa: E402
 from moe_ops.kernels._gemm import scaled, weight_only  # noqa: E402
 from moe_ops.scheme import min_capability  # noqa: E402
@@ -46,7 +47,8 @@ def launch_layer(scheme, tile, hidden=2048, width=768):
             stored_product(expert_product, x, *w, None, None, *sizes, activation)
             return
         one = empty(1) if rows_quant.static or rows_quant.global_scale else None
-        rows = quantize.moe_quantize(x, one, None, ids, None, EXPERTS, rows_quant.key)
+        quantized = quantize if activation else fake_impls.quantize  # the same for GEMM 2
+        rows = quantized.moe_quantize(x, one, None, ids, None, EXPERTS, rows_quant.key)
         factor = empty(EXPERTS, n) if weight_quant.channel_scale else w.global_scale
         scaled_product(
             expert_product, *rows, w.data, w.scale, factor, None, *sizes, BF16, activation

@@ -30,9 +30,11 @@ pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 EXPERTS = 128
 
 
-def launch_under_fp8(scheme, tile, activation, hidden, width, dtype=torch.bfloat16, stored=True):
-    """Both GEMMs of a layer, with biases; rows are quantized before (``stored``) or there."""
-    quant = get_scheme(scheme).activation
+def launch_under_fp8(
+    scheme, tile, activation, sizes, dtype=torch.bfloat16, gemms=(1, 2), stored=True
+):
+    """GEMMs of a layer, with biases; rows are quantized before (``stored``) or there."""
+    quant, (hidden, width) = get_scheme(scheme).activation, sizes
 
     def launch(empty):
         slots = tile * EXPERTS // 2
@@ -40,7 +42,8 @@ def launch_under_fp8(scheme, tile, activation, hidden, width, dtype=torch.bfloat
         w1, w2 = (packed(empty, scheme, *s, dtype) for s in ((2 * width, hidden), (hidden, width)))
         with row_tile(tile, H200, portable_only=False):
             tiles = given_plan(ids, EXPERTS, scheme, dtype)
-            for w, k, key in ((w1, hidden, activation), (w2, width, "")):
+            both = {1: (w1, hidden, activation), 2: (w2, width, "")}
+            for w, k, key in [both[gemm] for gemm in gemms]:
                 rows = (empty(slots, k, dtype=quant.dtype), empty(slots, 1, dtype=torch.float32))
                 rows = rows if stored else (empty(slots, k, dtype=dtype), None)
                 bias = empty(EXPERTS, w.data.shape[1], dtype=dtype)
@@ -50,14 +53,14 @@ def launch_under_fp8(scheme, tile, activation, hidden, width, dtype=torch.bfloat
     return launch
 
 
-def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
+def check(scheme, tile, activation="silu", sizes=(2048, 768), gemms=(1, 2), **more):
     make = launch_packed_layer if get_scheme(scheme).activation is None else launch_under_fp8
-    launch = make(scheme, tile, activation, hidden, width, **more)
+    launch = make(scheme, tile, activation, sizes, gemms=gemms, **more)
     facts = H200._replace(row_tile=tile)
     kernels = [k for k in aot.compile_launch(facts, launch) if "decode" in k.metadata.name]
     few = tile in FEW_CTAS
     name = "hopper_decode_few_kernel" if few else "hopper_decode_many_kernel"
-    assert [k.metadata.name for k in kernels] == [name] * 2
+    assert [k.metadata.name for k in kernels] == [name] * len(gemms)
     for kernel in kernels:
         used = aot.resources(kernel, 90)
         assert used["spilled"] == used["serialized"] == 0, used
@@ -70,41 +73,48 @@ def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
     return kernels
 
 
-FEWEST = [("mxfp4_w4a16", 128), ("int8_w8a16_g32_zp", 128), ("mxfp6_e3m2", 64), ("fp8_w8a16", 64)]
-"""What `make test` compiles here: both kernels, and every element but int4, which is below."""
+BOTH, FIRST, SECOND = (1, 2), (1,), (2,)
+"""GEMMs of a layer: the first one with its activation."""
+FEWEST = [
+    ("mxfp4_w4a16", 128, BOTH), ("int8_w8a16_g32_zp", 128, FIRST), ("mxfp6_e3m2", 64, FIRST),
+    ("fp8_w8a16", 64, SECOND),
+]  # fmt: skip
+"""What `make test` compiles here: both kernels, and every element but int4, which is below. The two
+GEMMs of a layer share the loop that reads the elements."""
+EVERY = [
+    (scheme, tile, BOTH)
+    for scheme in [*PACKABLE, "int4_w4a16_g32_zp", "int8_w8a16_g32_zp"]
+    for tile in (16, 32, 64, 128)
+]
 
 
 @pytest.mark.parametrize(
-    ("scheme", "tile"),
-    [
-        pytest.param(scheme, tile, marks=[pytest.mark.exhaustive] * ((scheme, tile) not in FEWEST))
-        for scheme in [*PACKABLE, "int4_w4a16_g32_zp", "int8_w8a16_g32_zp"]
-        for tile in (16, 32, 64, 128)
-    ],
+    ("scheme", "tile", "gemms"),
+    FEWEST + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in EVERY],
 )
-def test_every_scheme(scheme, tile):
-    check(scheme, tile)
+def test_every_scheme(scheme, tile, gemms):
+    check(scheme, tile, gemms=gemms)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "tile", "activation", "hidden", "width"),
+    ("scheme", "tile", "activation", "sizes"),
     [
-        ("mxfp4_w4a16", 16, "swigluoai", 2880, 2880),
-        ("mxfp4_w4a16", 64, "swigluoai", 2880, 2880),
-        ("int8_w8a16", 32, "relu2_no_mul", 2048, 704),
-        ("int4_w4a16_g128", 16, "silu", 2048, 1408),
+        ("mxfp4_w4a16", 16, "swigluoai", (2880, 2880)),
+        ("mxfp4_w4a16", 64, "swigluoai", (2880, 2880)),
+        ("int8_w8a16", 32, "relu2_no_mul", (2048, 704)),
+        ("int4_w4a16_g128", 16, "silu", (2048, 1408)),
         pytest.param(
-            *("int4_w4a16_g128", 128, "relu2_no_mul", 2048, 704), marks=pytest.mark.exhaustive
+            *("int4_w4a16_g128", 128, "relu2_no_mul", (2048, 704)), marks=pytest.mark.exhaustive
         ),
     ],
 )
-def test_sizes_and_activations(scheme, tile, activation, hidden, width):
-    check(scheme, tile, activation, hidden, width)
+def test_sizes_and_activations(scheme, tile, activation, sizes):
+    check(scheme, tile, activation, sizes)
 
 
 def test_what_a_stage_takes():
     """One copy of words, one of scales and one of rows; scales are read from a word's lanes."""
-    for kernel in check("mxfp4_w4a16", 16, "swigluoai", 2880, 2880):
+    for kernel in check("mxfp4_w4a16", 16, "swigluoai", (2880, 2880)):
         copies = re.findall(r"(async_\w*copy_global_to_local)", kernel.asm["ttgir"])
         assert sorted(copies) == [
             "async_copy_global_to_local",
@@ -115,37 +125,50 @@ def test_what_a_stage_takes():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "tile"),
+    ("scheme", "tile", "gemms"),
     [
-        ("int4_w4a16_g128_zp", 64),
-        ("int8_w8a16", 16),
-        pytest.param("int4_w4a16_g128_zp", 128, marks=pytest.mark.exhaustive),
+        ("int4_w4a16_g128_zp", 64, FIRST),
+        ("int8_w8a16", 16, SECOND),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("int4_w4a16_g128_zp", 64, SECOND), ("int8_w8a16", 16, FIRST),
+                ("int4_w4a16_g128_zp", 128, BOTH),
+            )
+        ),
     ],
-)
-def test_half_precision(scheme, tile):
-    check(scheme, tile, dtype=torch.float16)
+)  # fmt: skip
+def test_half_precision(scheme, tile, gemms):
+    check(scheme, tile, gemms=gemms, dtype=torch.float16)
 
 
 UNDER = [
-    *half_exhaustive(UNDER_FP8, [16, 32, 64]),
-    *(pytest.param(scheme, 128, marks=pytest.mark.exhaustive) for scheme in UNDER_FP8),
+    *half_exhaustive(UNDER_FP8, [16, 32, 64], [FIRST, SECOND]),
+    *(pytest.param(scheme, 128, BOTH, marks=pytest.mark.exhaustive) for scheme in UNDER_FP8),
 ]
 """Tiles of 128 rows have other sizes below."""
 
 
-@pytest.mark.parametrize(("scheme", "tile"), UNDER)
-def test_under_fp8(scheme, tile):
-    check(scheme, tile, stored=tile % 64 != 0)
+@pytest.mark.parametrize(("scheme", "tile", "gemms"), UNDER)
+def test_under_fp8(scheme, tile, gemms):
+    check(scheme, tile, gemms=gemms, stored=tile % 64 != 0)
 
 
-@pytest.mark.parametrize("tile", [pytest.param(16, marks=pytest.mark.exhaustive), 128])
-def test_under_fp8_of_other_sizes(tile):
-    check("int4_w4a8_g128", tile, "swigluoai", 2880, 2880, stored=False)
+@pytest.mark.parametrize(
+    ("tile", "gemms"),
+    [
+        (128, FIRST),
+        pytest.param(128, SECOND, marks=pytest.mark.exhaustive),
+        pytest.param(16, BOTH, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_under_fp8_of_other_sizes(tile, gemms):
+    check("int4_w4a8_g128", tile, "swigluoai", (2880, 2880), gemms=gemms, stored=False)
 
 
 @pytest.mark.parametrize("tile", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
 def test_under_fp8_in_half_precision(tile):
-    check("int4_w4a8_g128", tile, "silu", 2048, 1408, dtype=torch.float16)
+    check("int4_w4a8_g128", tile, "silu", (2048, 1408), dtype=torch.float16)
 
 
 def test_loads_that_nothing_waits_for_are_seen():

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 import aot_launches  # noqa: E402
+from stage_launches import launch_adjustments, launch_topk  # noqa: E402
 
 from moe_ops.kernels import routing, routing_adjust
 from moe_ops.kernels._routing import grouped_topk  # noqa: E402
@@ -21,31 +22,6 @@ pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(autouse=True)
 def no_other_driver():
     aot.forget_kernels(routing, routing_adjust, grouped_topk)
-
-
-def launch_topk(experts, k, groups, scoring):
-    def launch(empty):
-        logits, bias = empty(3, experts), empty(experts, dtype=torch.float32)
-        words, table = empty(3, dtype=torch.int64), empty(9, k, dtype=torch.int64)
-        routing.hash_topk(logits, words, table, True, scoring, 1.0)
-        for b in (bias, None):
-            how = (b, k, True, scoring, 2.5)
-            routing.fused_topk(logits, *how)
-            routing.grouped_topk(logits, *how, groups, groups // 2)
-
-    return launch
-
-
-def launch_rest(experts, k):
-    def launch(empty):
-        logits, bias = empty(3, experts), empty(experts, dtype=torch.float32)
-        routing.sparsemixer(logits, 0.01)
-        weights, ids = empty(3, k, dtype=torch.float32), empty(3, k, dtype=torch.int32)
-        padding = empty(3, dtype=torch.bool)
-        routing_adjust.adjust_routing(weights, ids, bias, padding, experts, 1, 1.0)
-        routing_adjust.zero_experts(empty(3, 2880), weights, ids, experts, 0)
-
-    return launch
 
 
 CASES = [(90, 160, 6, 8), *((arch, 4096, 22, 64) for arch in aot_launches.ARCHITECTURES)]
@@ -69,7 +45,7 @@ def test_routing_kernels(arch, experts, k, groups, scoring):
 
 @pytest.mark.parametrize(("arch", "experts", "k", "groups"), CASES)
 def test_other_kernels(arch, experts, k, groups):
-    kernels = aot.compile_launch(arch, launch_rest(experts, k))
+    kernels = aot.compile_launch(arch, launch_adjustments(experts, k))
     aot_launches.check_resources(kernels, arch)
     assert len({kernel.metadata.name for kernel in kernels}) == 3
 

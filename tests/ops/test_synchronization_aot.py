@@ -9,7 +9,6 @@ import re
 from collections import Counter
 
 import pytest
-import torch
 from conftest import INTERPRETED
 
 if INTERPRETED:
@@ -17,19 +16,14 @@ if INTERPRETED:
 triton = pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import H200, launch_hopper_layer, launch_packed_layer, packed  # noqa: E402
-from products import stored_product, stored_sum  # noqa: E402
-from token_layers import Layer  # noqa: E402
-
-from moe_ops.kernels import expert_product, symmetric, symmetric_batched  # noqa: E402
-from moe_ops.windows import FAILED  # noqa: E402
+from aot_launches import H200  # noqa: E402
+from stage_launches import SYNCHRONIZED  # noqa: E402
 
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes"),
 ]
-BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 PATTERNS = {
     "fence": r"fence\.proxy\.async",
     "products left": r"wgmma\.wait_group\.sync\.aligned (\d+)",
@@ -54,52 +48,6 @@ def synchronization(kernel):
         if hits:
             counts[name] = dict(Counter(map(int, hits))) if hits[0].isdigit() else len(hits)
     return counts
-
-
-def packed_token(empty):
-    """Both GEMMs of one token with packed weights."""
-    (n, k, slots), scheme = (2048, 768, 8), "mxfp4_w4a16"
-    x, h, ids = empty(1, n), empty(slots, k), empty(1, slots, dtype=I32)
-    w1, w2 = (packed(empty, scheme, *sizes, BF16) for sizes in ((2 * k, n), (n, k)))
-    tiles, weights = [None, ids, None], empty(1, slots, dtype=F32)
-    rows = (x, *w1, empty(128, 2 * k), None, tiles, slots, scheme, "silu")
-    stored_product(expert_product, *rows)
-    stored_sum(expert_product, h, *w2, empty(128, n), weights, tiles, scheme)
-
-
-def token(empty):
-    """Both GEMMs of one token: of the second one, the kernel that reads early and the other."""
-    for scheme in ("unquantized", "fp8_block128"):
-        layer = Layer(empty, (128, 2048, 768, 8), scheme)
-        layer.rows("relu2_no_mul")
-        layer.sum(early=True)
-
-
-def exchange(empty):
-    """A send to 8 ranks, what they return, and a send in the Batched format."""
-    where = (empty(9, dtype=I64), empty(FAILED + 1, dtype=I32))
-    weights, ids = empty(64, 8, dtype=F32), empty(64, 8, dtype=I32)
-    holders, x = empty(256, dtype=I32), empty(64, 2048)
-    symmetric.symmetric_send(x, None, weights, ids, holders, *where, 64, 256, False, "")
-    symmetric.symmetric_return(empty(512, 2048), holders, *where, 8)
-    where = (empty(3, dtype=I64), empty(FAILED + 1, dtype=I32), 64)
-    placement, held = empty(2, 64, dtype=I32), empty(32, dtype=I32)
-    given = (x, None, weights, ids, placement, held, *where)
-    symmetric_batched.symmetric_send_batched(*given, False, "")
-
-
-LAUNCHES = {
-    "packed fp8": (90, launch_hopper_layer("fp8_channel", 8000, "silu", 2048, 768, False)),
-    "packed dense": (90, launch_hopper_layer("unquantized", 65536, "silu", 4096, 1536, False)),
-    "stream": (90, launch_hopper_layer("fp8_block128", 100, "swigluoai", 2880, 2880, False)),
-    "few 16": (16, launch_packed_layer("mxfp4_w4a16", 16, "swigluoai", 2880, 2880)),
-    "few 64": (64, launch_packed_layer("mxfp4_w4a16", 64, "swigluoai", 2880, 2880)),
-    "many": (128, launch_packed_layer("mxfp4_w4a16", 128, "silu", 2048, 768)),
-    "jobs": (None, packed_token),
-    "token": (90, token),
-    "exchange": (90, exchange),
-}
-"""An architecture, or a row tile on an H200; and launches."""
 
 
 PINNED = {
@@ -169,7 +117,7 @@ BESIDE = ("_count_blocks_kernel", "_align_blocks_kernel", "_align_kernel", "_pac
 
 def test_what_waits_for_what():
     wrong = []
-    for name, (where, launch) in LAUNCHES.items():
+    for name, (where, launch) in SYNCHRONIZED.items():
         gpu = where if where == 90 else H200._replace(row_tile=where)
         kernels = [k for k in aot.compile_launch(gpu, launch) if k.metadata.name not in BESIDE]
         found = [synchronization(kernel) for kernel in kernels]

@@ -19,12 +19,13 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import quick_compiler
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
@@ -57,14 +58,15 @@ class TargetOnly:
     utils = None
     launcher_cls = None
 
-    def __init__(self, arch: int) -> None:
+    def __init__(self, arch: int, until: str = "") -> None:
         self.target = GPUTarget("cuda", arch, 32)
+        self.device = arch, until  # kernels of one device serve its next launches
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
-    def get_current_device(self) -> int:
-        return self.target.arch
+    def get_current_device(self) -> tuple[int, str]:
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -132,11 +134,37 @@ def forget_kernels(*modules: ModuleType) -> None:
 
 
 @contextmanager
-def compiling(gpu: int | Device, name: str = "", *, once: bool = False) -> Iterator[list[Any]]:
+def stopping_after(stage: str) -> Iterator[None]:
+    """Kernels are compiled up to a stage, such as ``ttgir``, where nothing reads what follows.
+
+    They lie in a folder of their own of Triton's cache, as their keys are those of whole kernels.
+    """
+    add_stages = CUDABackend.add_stages
+
+    def skip(module: Any, metadata: dict[str, Any]) -> bytes:
+        if module:
+            metadata |= {"name": module.get_entry_func_name(), "shared": 0}
+        return b""
+
+    def add(self: CUDABackend, stages: dict[str, Any], options: Any, language: Any) -> None:
+        add_stages(self, stages, options, language)
+        names = list(stages)
+        stages.update(dict.fromkeys(names[names.index(stage) + 1 :], skip))
+
+    with mock.patch.object(CUDABackend, "add_stages", add), triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(Path(triton.knobs.cache.dir) / f"until_{stage}")
+        yield
+
+
+@contextmanager
+def compiling(
+    gpu: int | Device, name: str = "", *, once: bool = False, until: str = ""
+) -> Iterator[list[Any]]:
     """Every launch inside compiles for a GPU, or an architecture, and lands in the list.
 
     ``name``: by which tuned tiles are found for an architecture; without one there are none.
     ``once``: only the first launch of each kernel does.
+    ``until``: the last stage that is compiled, if it is not the last one.
     """
     facts = gpu if isinstance(gpu, Device) else Device(gpu, SHARED_MEMORY[gpu], 132, name)
     compiled: list[Any] = []
@@ -157,10 +185,13 @@ def compiling(gpu: int | Device, name: str = "", *, once: bool = False) -> Itera
         return kernel
 
     previous = triton.runtime.driver._active
-    triton.runtime.driver.set_active(TargetOnly(facts.arch))
+    triton.runtime.driver.set_active(TargetOnly(facts.arch, until))
     try:
         with ExitStack() as patches:
+            if until:
+                patches.enter_context(stopping_after(until))
             patches.enter_context(assumed(facts))
+            patches.enter_context(quick_compiler.quicker())
             patches.enter_context(triton.knobs.nvidia.scope())
             triton.knobs.nvidia.dump_ptxas_log = True
             patches.enter_context(triton.knobs.compilation.scope())
@@ -195,13 +226,18 @@ def compile_launch(
     gpu: str = "",
     *,
     once: bool = False,
+    until: str = "",
 ) -> list[Any]:
-    """The kernels of ``launch(empty)``; ``empty(*shape, dtype=..)`` makes a fake CUDA tensor."""
+    """The kernels of ``launch(empty)``; ``empty(*shape, dtype=..)`` makes a fake CUDA tensor.
+
+    ``until``: the last stage whose result is read, such as ``ttgir``; machine code unless given.
+    """
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    with compiling(arch, gpu, once=once) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with compiling(arch, gpu, once=once, until=until) as compiled, fake:
         launch(empty)
     return compiled
 
@@ -356,8 +392,11 @@ def _disassembled(cubin: bytes) -> str:
 def packs_garbage(kernel: Any) -> bool:
     """Whether 8-bit floats that are known to be equal are packed with what a register has left.
 
-    So ptxas of Triton 3.6 does it for conversions of zeros that are zeros by their masks.
+    So ptxas of Triton 3.6 does it for conversions of zeros that are zeros by their masks. The
+    machine code is looked at if there are such conversions.
     """
+    if not re.search(r"cvt\.\S*e\dm\dx2", kernel.asm["ptx"]):
+        return False
     code = disassembled(kernel)
     return bool(re.search(r"F2FP\S*MERGE_C R\d+, (R\d+), \1, ", code))
 

@@ -137,7 +137,7 @@ def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias, con
         first = operands(tokens, 2 * width, hidden)
         second = operands(tokens * TOP_K, hidden, width)
         with row_tile(config and config.block_m, portable_only=False):
-            tiles = slot_plan(ids, EXPERTS, scheme)
+            tiles = given_plan(ids, EXPERTS, scheme)
             if weight is None:
                 rest = (tiles, TOP_K, activation, True)
                 plain_product(expert_product, *first, None, *rest, config=config)
@@ -176,19 +176,23 @@ def packed(empty, scheme, n, k, dtype, experts=128):
     return QTensor(words, *more)
 
 
-def launch_packed_layer(scheme, tile, activation, hidden, width, dtype=torch.bfloat16, experts=128):
-    """Both GEMMs of a layer with packed weights, with biases."""
+def launch_packed_layer(scheme, tile, activation, sizes, dtype=torch.bfloat16, gemms=(1, 2)):
+    """One GEMM or both of a layer with packed weights, with biases."""
+    hidden, width = sizes
 
     def launch(empty):
-        slots = tile * experts // 2
+        experts, slots = 128, 64 * tile
         ids = empty(slots, 1, dtype=torch.int32)
         rows = width if activation.endswith("no_mul") else 2 * width
         w1, w2 = (packed(empty, scheme, *s, dtype) for s in ((rows, hidden), (hidden, width)))
         x, b1, b2 = empty(slots, hidden, dtype=dtype), empty(experts, rows), empty(experts, hidden)
         with row_tile(tile, H200, portable_only=False):
             tiles = given_plan(ids, experts, scheme, dtype)
-            h = stored_product(expert_product, x, *w1, b1, None, tiles, 1, scheme, activation)
-            stored_product(expert_product, h, *w2, b2, None, tiles, 1, scheme)
+            if 1 in gemms:
+                stored_product(expert_product, x, *w1, b1, None, tiles, 1, scheme, activation)
+            if 2 in gemms:
+                h = empty(slots, width, dtype=dtype)
+                stored_product(expert_product, h, *w2, b2, None, tiles, 1, scheme)
 
     return launch
 
@@ -209,8 +213,8 @@ def launch_residency(empty, experts, slots, row_tile=16):
         residency.make_resident(owner, 0, tiles, row_tile, 0, out)
 
 
-def launch_samples(names):
-    """What the samples of operators launch."""
+def launch_samples(names, schemes=None):
+    """What the samples of operators launch; of those with a scheme, if ``schemes`` are given."""
     samples = operator_samples.samples("cpu")
 
     def launch(empty):
@@ -223,6 +227,8 @@ def launch_samples(names):
             module = importlib.import_module(f"moe_ops.kernels.{STAGES[qualified]}")
             function = getattr(module, qualified.replace(".", "_"))
             for arguments in samples[qualified]:
+                if schemes and not any(isinstance(x, str) and x in schemes for x in arguments):
+                    continue
                 out = operator_samples.keywords(qualified, arguments)
                 function(*map(moved, arguments), **{k: moved(v) for k, v in out.items()})
 
