@@ -80,18 +80,25 @@ def expert_product_out(
     tiles: AnyTiles,
     top_k: int,
     batch_invariant: bool = False,
+    first_column: int = 0,
+    column_step: int = 1,
     *,
     out: Tensor,
 ) -> None:
-    """Run the portable kernel, whose programs each add to a tile of ``out``."""
+    """Run the portable kernel, whose programs each add to a tile of columns of ``out``."""
 
     def checked() -> Tensor:
-        fakes.expert_product_out(a, weight, topk_weights, tiles, top_k, batch_invariant, out=out)
+        fakes.expert_product_out(
+            a, weight, topk_weights, tiles, top_k, batch_invariant, first_column, column_step,
+            out=out,
+        )  # fmt: skip
         return out
 
     settings = (top_k, UNQUANTIZED.key, out.dtype, "", False, batch_invariant)
-    place = (out.shape, out.stride())
-    operands = GemmOperands(a, None, sizes.expert_weight(weight), topk_weights, tiles)
+    columns = (first_column, column_step)
+    place = (out.shape, out.stride(), columns)
+    stored = sizes.expert_weight(weight)
+    operands = GemmOperands(a, None, stored, topk_weights, tiles, columns=columns)
     call_gemm("expert_product.out", operands, (*settings, *place), checked, out=out)
 
 
