@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.pipeline.forward import Pass
+from moe_ops.pipeline.gathering import by_slot
 from moe_ops.pipeline.gemms import activated, quantized
 from moe_ops.pipeline.lora import adapter_ids, adapter_rows, add_product, low_product
 from moe_ops.pipeline.row_spaces import SlotRows
@@ -72,10 +73,10 @@ class Adapters(NamedTuple):
         self.second.check("second", num_experts, hidden, intermediate)
         for low in self.first:
             low.check("first", num_experts, n, hidden)
-            checks.size("first's L", low.a.shape[0], "L of second", self.count)
+            checks.size("first's L", low.a.shape[0], "L of second", self.num_adapters)
 
     @property
-    def count(self) -> int:
+    def num_adapters(self) -> int:
         """L."""
         return self.second.a.shape[0]
 
@@ -86,16 +87,22 @@ class Adapters(NamedTuple):
             step: a step whose rows lie in slot order.
             x: ``(T, H)``, not quantized.
             routing: the tokens' routing.
+
+        Raises:
+            NotImplementedError: rows that are permuted, or padded by expert.
         """
+        if step.gather is not by_slot:
+            how = getattr(step.gather, "__name__", "another order")
+            raise NotImplementedError(f"adapters need rows in slot order, got {how}")
         settings = step.settings._replace(rounds_product=True)
         experts, dtype, invariant = len(step.weights.w1.data), x.dtype, settings.batch_invariant
-        of_slots = adapter_ids(routing, experts, self.lora_ids, self.count)
+        of_slots = adapter_ids(routing, experts, self.lora_ids, self.num_adapters)
         of_all = of_slots // experts  # without the expert; -1 stays -1
-        pairs = adapter_rows(of_slots, self.count * experts, dtype, invariant)
+        pairs = adapter_rows(of_slots, self.num_adapters * experts, dtype, invariant)
         shared = tokens = pairs
         if any(x.shape[1] < experts for low in (*self.first, self.second) for x in low[:2]):
-            shared = adapter_rows(of_all, self.count, dtype, invariant)
-            tokens = adapter_rows(of_all.amax(1, keepdim=True), self.count, dtype, invariant)
+            shared = adapter_rows(of_all, self.num_adapters, dtype, invariant)
+            tokens = adapter_rows(of_all.amax(1, keepdim=True), self.num_adapters, dtype, invariant)
         spaces, k = (pairs, shared, tokens), of_slots.shape[1]
         on_input = routing.topk_weights if settings.on_input else None
         first = tuple(Product.of(low, spaces, k) for low in self.first)

@@ -100,12 +100,15 @@ class Operands(NamedTuple):
     def beside(self, settings: Settings, space: SlotRows) -> Beside:
         """The adapters' products of the forward pass, in their row space."""
         k, on_input = self.topk_ids.shape[1], self.topk_weights if settings.on_input else None
-        first, second = (), None
-        if self.lora1_a is not None:
-            first = (Product(self.lora1_a, self.lora1_b, space, space, top_k=k),)
-        if self.lora2_a is not None:
-            second = Product(self.lora2_a, self.lora2_b, space, space)
-        return Beside(self.x, on_input, first, second, [])
+        first = Product(self.lora1_a, self.lora1_b, space, space, top_k=k)
+        second = Product(self.lora2_a, self.lora2_b, space, space)
+        return Beside(
+            self.x,
+            on_input,
+            () if self.lora1_a is None else (first,),
+            None if self.lora2_a is None else second,
+            [],
+        )
 
 
 DIFFERENTIABLE = Operands._fields.index("topk_ids")

@@ -22,6 +22,8 @@ from strategies import DTYPES
 import moe_ops
 from moe_ops.pipeline import BatchedTritonExperts, GroupedGemmExperts, TritonExperts
 from moe_ops.pipeline.adapters import Adapters
+from moe_ops.pipeline.forward import forward
+from moe_ops.tensors import Routing
 from moe_ops.testing import Problem, call
 from moe_ops.training import ExpertLora
 
@@ -34,10 +36,14 @@ def lora_ids_of(tokens, device="cpu", dtype=torch.int64):
     return numbers.repeat(tokens // len(numbers) + 1)[:tokens]
 
 
-def run(s, adapters, **changes):
+def run(s, adapters, out=None, **changes):
     """Run the experts of a `Setup`, without its prepare and finalize."""
-    given = s.arguments(**{"a1q_scale": None, "expert_tokens_meta": None, **changes})
-    return s.kernel.fused_experts.apply(**given, adapters=adapters)
+    given = s.arguments(**changes)
+    weights = given["w1"], given["w2"], given["activation"]
+    step = s.kernel.fused_experts.step(*weights, given["apply_router_weight_on_input"])
+    routing = Routing(given["topk_weights"], given["topk_ids"], given["expert_map"])
+    x = given["hidden_states"]
+    return forward(adapters.beside(step, x, routing), x, routing, out=out)
 
 
 @pytest.mark.kernel
@@ -121,7 +127,7 @@ def test_no_factor_is_copied(device):
     s = setup(Problem(3, E, 2, H, I, torch.float32), TritonExperts, device)
     arguments = adapters._replace(lora_ids=lora_ids_of(3, device))
     step = s.kernel.fused_experts.step(*s.inputs[1:3], "silu", on_input=False)
-    routing = moe_ops.tensors.Routing(s.inputs.topk_weights, s.inputs.topk_ids)
+    routing = Routing(s.inputs.topk_weights, s.inputs.topk_ids)
     between = arguments.beside(step, s.inputs.hidden_states, routing).between
     made = [*between.first, between.second]
     for low, product in zip((*adapters.first, adapters.second), made, strict=True):
@@ -151,7 +157,6 @@ def test_one_graph(device):
 
 
 def test_what_is_refused(device):
-    s = setup(Problem(4, E, 2, H, I, torch.float32), TritonExperts, device)
     good = converted(factors(E, H, I, "silu", "apart"), device, torch.float32)
     gate, up = good.first
 
@@ -170,11 +175,9 @@ def test_what_is_refused(device):
     many = torch.zeros(1, 1, R, I, device=device).expand(4097, -1, -1, -1)
     with pytest.raises(ValueError, match="second's L . El must be"):
         Adapters((), good.second._replace(a=many, b=many.mT)).check(1, 2 * I, H, I)
-    with pytest.raises(NotImplementedError, match="adapters must be None unless.*rows with scales"):
-        run(s, good, a1q_scale=torch.ones(1, device=device))
-    for kind in (GroupedGemmExperts, BatchedTritonExperts):
+    for kind, name in ((GroupedGemmExperts, "by_permutation"), (BatchedTritonExperts, "by_expert")):
         other = setup(Problem(4, E, 2, H, I, torch.float32), kind, device)
-        with pytest.raises(NotImplementedError, match=f"adapters must be None.*{kind.__name__}"):
+        with pytest.raises(NotImplementedError, match=f"rows in slot order, got {name}"):
             run(other, good)
 
 

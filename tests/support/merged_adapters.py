@@ -76,7 +76,7 @@ def exact_layer(problem: Problem, inputs: Inputs, adapters: Adapters) -> Tensor:
     ids, outs = adapters.lora_ids, torch.empty_like(inputs.hidden_states)
     for adapter in ids.unique().tolist():
         mine, given = ids == adapter, inputs
-        if 0 <= adapter < adapters.count:
+        if 0 <= adapter < adapters.num_adapters:
             given = given._replace(
                 w1=merged(inputs.w1, adapters.first, adapter),
                 w2=merged(inputs.w2, (adapters.second,), adapter),
@@ -93,7 +93,7 @@ def exact_layer(problem: Problem, inputs: Inputs, adapters: Adapters) -> Tensor:
 def pairs_of(adapters: Adapters, experts: int, n: int) -> list[Tensor]:
     """The same adapters as one pair of factors for each expert of each weight."""
     first_a = [low.a.expand(-1, experts, -1, -1) for low in adapters.first]
-    count, rank = adapters.count, sum(a.shape[2] for a in first_a)
+    count, rank = adapters.num_adapters, sum(a.shape[2] for a in first_a)
     first_b, at = first_a[0].new_zeros(count, experts, n, rank), 0
     for low in adapters.first:
         first_b[:, :, low.rows, at : at + low.b.shape[3]] = low.b

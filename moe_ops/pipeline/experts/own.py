@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.pipeline.adapters import Adapters
 from moe_ops.pipeline.backward import differentiable_experts
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
@@ -110,31 +109,18 @@ class OperatorExperts(FusedMoEExpertsModular):
         apply_router_weight_on_input: bool,
         *,
         out: Tensor | None = None,
-        adapters: Adapters | None = None,
     ) -> Tensor:
         """Return ``(T, H)``, weighted and summed, or ``(El, M, H)`` in the Batched format.
 
         The result is a new tensor, or ``out`` if that is given. In the Batched format rows past an
-        expert's count are undefined. ``adapters`` read tokens in slot order that are not quantized.
-
-        Raises:
-            NotImplementedError: ``adapters`` with rows that are quantized, permuted or padded.
+        expert's count are undefined.
         """
-        step = self.step(w1, w2, activation, apply_router_weight_on_input)
-        routing = Routing(topk_weights, topk_ids, expert_map)
-        if adapters is not None:
-            if a1q_scale is not None or self.GATHER is not by_slot:
-                got = type(self).__name__ if a1q_scale is None else "rows with scales"
-                raise NotImplementedError(
-                    f"adapters must be None unless rows are tokens, not quantized, got {got}"
-                )
-            step = adapters.beside(step, hidden_states, routing)
         rows = [hidden_states]
         del hidden_states  # `forward` gets the only reference
         result: Tensor = forward(
-            step,
+            self.step(w1, w2, activation, apply_router_weight_on_input),
             rows.pop(),
-            routing,
+            Routing(topk_weights, topk_ids, expert_map),
             scale=a1q_scale,
             meta=expert_tokens_meta,
             out=out,
