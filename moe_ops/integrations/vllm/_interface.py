@@ -14,6 +14,8 @@ NAMES = {
     f"{ORACLES}.unquantized": ("backend_to_kernel_cls", "UnquantizedMoeBackend.TRITON"),
     f"{ORACLES}.fp8": ("backend_to_kernel_cls", "Fp8MoeBackend.TRITON"),
     f"{ORACLES}.int8": ("backend_to_kernel_cls", "Int8MoeBackend.TRITON"),
+    f"{LAYERS}.experts.lora_experts_mixin": ("LoRAExpertsMixin",),
+    f"{LAYERS}.experts.lora_context": ("MoELoRAContext",),
     f"{LAYERS}.activation": ("MoEActivation", "ApplyMoEActivationConfig"),
     f"{LAYERS}.topk_weight_and_reduce": (
         "TopKWeightAndReduceNoOP",
@@ -43,6 +45,8 @@ PARAMETERS = {
         ),
         "FusedMoEExpertsModular.process_weights_after_loading": ("self", "layer"),
     },
+    f"{LAYERS}.experts.lora_experts_mixin": {"LoRAExpertsMixin.set_lora_context": ("self", "ctx")},
+    f"{ORACLES}.unquantized": {"select_unquantized_moe_backend": ("moe_config",)},
 }  # fmt: skip
 """Parameters of functions that this plug-in overrides, by module and name."""
 
