@@ -211,6 +211,7 @@ def test_other_keys(engine, name):
         ({"in_dtype": torch.float64}, "unquantized", "in_dtype"),
         ({"activation": vllm.MoEActivation.SITU}, "unquantized", "needs beta"),
         ({"activation": vllm.MoEActivation.RELU2_NO_MUL}, "unquantized", None),
+        ({"num_experts": 4, "local": 5}, "unquantized", None),
     ],
 )
 def test_support(engine, log, change, scheme, reason):

@@ -112,36 +112,6 @@ def quantized_demo(folder: Path, name: str) -> tuple[Path, Path]:
     )
 
 
-def demo_adapter(folder: Path, seed: int) -> tuple[Path, Path]:
-    """An adapter of the demo's experts in PEFT's format, and the model that it is merged into.
-
-    Adapters of even seeds have half the rank of others.
-    """
-    from safetensors.torch import load_file, save_file
-
-    rank, alpha = 4 + 4 * (seed % 2), 8
-    generator = torch.Generator().manual_seed(seed)
-    factors, merged = {}, load_file(MODEL / "model.safetensors")
-    for name, weight in merged.items():
-        merged[name] = weight.float()
-        if ".mlp.experts." not in name:
-            continue
-        a = torch.randn(rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
-        b = torch.randn(weight.shape[0], rank, generator=generator) / 8
-        stem = f"base_model.model.{name.removesuffix('.weight')}"
-        factors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
-        merged[name] += alpha / rank * b @ a
-    folder.mkdir(parents=True)
-    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = {
-        "peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none",
-        "target_modules": ["gate_proj", "up_proj", "down_proj"], "task_type": "CAUSAL_LM",
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(described))
-    config = json.loads((MODEL / "config.json").read_text())
-    return folder, checkpoint(folder.with_name(f"{folder.name}_merged"), merged, config)
-
-
 def exact(q: QTensor) -> QTensor:
     """A weight whose float scales are powers of two."""
     rounded = [

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._engines import say_once, say_that_it_serves
 from moe_ops.integrations.vllm import SWITCH
+from moe_ops.integrations.vllm._interface import unknown_setting
 from moe_ops.integrations.vllm._lora import adapters_of, any_adapter, ids_of, lora_refusal
 from moe_ops.integrations.vllm._schemes import library_config, scheme_of_keys
 from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonExperts
@@ -67,7 +68,7 @@ def layer_of(moe_config: Any, activation: Activation) -> FusedMoEConfig:
         TypeError, ValueError: a dtype or sizes that the library does not take.
     """
     return FusedMoEConfig(
-        num_experts=moe_config.num_experts,
+        num_experts=max(moe_config.num_experts, moe_config.num_local_experts),  # shared ones too
         experts_per_token=moe_config.experts_per_token,
         hidden_dim=moe_config.hidden_dim,
         intermediate_size=moe_config.intermediate_size_per_partition,
@@ -395,6 +396,9 @@ def refusal(
     """
     if scheme is None:
         return "a quantization that this plug-in does not know"
+    setting = unknown_setting(moe_config)
+    if setting is not None:
+        return f"a layer with {setting}, which this plug-in does not know"
     try:
         layer = layer_of(moe_config, activation_of(moe_config))
     except (TypeError, ValueError) as error:
