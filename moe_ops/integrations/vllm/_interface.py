@@ -30,7 +30,7 @@ NAMES = {
     "vllm.platforms": ("current_platform.is_cuda", "current_platform.is_cpu"),
 }
 """Names by module."""
-PARAMETERS = {
+PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     f"{LAYERS}.modular_kernel": {
         "FusedMoEExpertsModular.__init__": (
             "self", "moe_config", "quant_config", "max_num_tokens", "num_dispatchers",
