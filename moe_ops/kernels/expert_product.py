@@ -96,9 +96,8 @@ def expert_product_out(
 
     settings = (top_k, UNQUANTIZED.key, out.dtype, "", False, batch_invariant)
     columns = (first_column, column_step)
-    place = (out.shape, out.stride(), columns)
-    stored = sizes.expert_weight(weight)
-    operands = GemmOperands(a, None, stored, topk_weights, tiles, columns=columns)
+    place, held = (out.shape, out.stride(), columns), sizes.expert_weight(weight)
+    operands = GemmOperands(a, None, held, topk_weights, tiles, columns=columns)
     call_gemm("expert_product.out", operands, (*settings, *place), checked, out=out)
 
 
