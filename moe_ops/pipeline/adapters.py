@@ -92,8 +92,8 @@ class Adapters(NamedTuple):
             NotImplementedError: rows that are permuted, or padded by expert.
         """
         if step.gather is not by_slot:
-            how = getattr(step.gather, "__name__", "another order")
-            raise NotImplementedError(f"adapters need rows in slot order, got {how}")
+            name = getattr(step.gather, "__name__", "another order")
+            raise NotImplementedError(f"adapters need rows in slot order, got {name}")
         settings = step.settings._replace(rounds_product=True)
         experts, dtype, invariant = len(step.weights.w1.data), x.dtype, settings.batch_invariant
         of_slots = adapter_ids(routing, experts, self.lora_ids, self.num_adapters)

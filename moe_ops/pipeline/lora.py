@@ -176,7 +176,7 @@ def add_product(
     """Add ``weights[s] * rows[s // top_k] @ w[e].T`` to ``total[s]`` of each slot with an adapter.
 
     The sum is that of ``total``, which is rounded already, and of the product in float32.
-    ``columns``: those of ``total`` that the product has.
+    Column c of the product is added to the c-th of ``columns``.
     """
     tiles, invariant = [*space.tiles], space.batch_invariant
     place = {"first_column": columns.start or 0, "column_step": columns.step or 1}

@@ -23,15 +23,7 @@ RANK = R + 2
 
 @pytest.fixture
 def engine(monkeypatch):
-    _engines.say_once.cache_clear()
-    monkeypatch.delenv("MOE_OPS_SGLANG", raising=False)
     return sglang.install(monkeypatch)
-
-
-@pytest.fixture
-def log(caplog):
-    caplog.set_level(logging.INFO, logger="sglang.moe_ops")
-    return caplog
 
 
 def run(engine, dispatched, info, lora, backend="triton", **config):
@@ -159,21 +151,23 @@ def declined():
     )  # fmt: skip
 
 
-def test_what_is_declined(engine, log):
+def test_what_is_declined(engine, caplog):
     """SGLang's own kernels then run, and one line says why."""
+    caplog.set_level(logging.INFO, logger="sglang.moe_ops")
     for lora, config, reason in declined():
         _engines.say_once.cache_clear()
-        log.clear()
+        caplog.clear()
         dispatched, info, _ = problem("unquantized", biases=False)
         for _ in range(2):
             assert run(engine, dispatched, info, lora, **config) == "SGLang's"
-        assert [reason in record.message for record in log.records] == [True]
+        assert [reason in record.message for record in caplog.records] == [True]
 
 
-def test_other_runners_and_calls_without_lora(engine, log):
+def test_other_runners_and_calls_without_lora(engine, caplog):
+    caplog.set_level(logging.INFO, logger="sglang.moe_ops")
     dispatched, info, _ = problem("unquantized")
     lora = lora_info(torch.zeros(5, dtype=torch.int32))
     assert run(engine, dispatched, info, lora, "marlin") == "SGLang's"
     assert run(engine, dispatched, info, None) == "SGLang's"
     assert run(engine, [*dispatched], info, lora) == "SGLang's"
-    assert not log.records
+    assert not caplog.records

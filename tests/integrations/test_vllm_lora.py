@@ -24,15 +24,7 @@ E, H, I = 4, 64, 64  # noqa: E741
 
 @pytest.fixture
 def engine(monkeypatch):
-    _engines.say_once.cache_clear()
-    monkeypatch.delenv("MOE_OPS_VLLM", raising=False)
     return vllm.install(monkeypatch)
-
-
-@pytest.fixture
-def log(caplog):
-    caplog.set_level(logging.INFO, logger="vllm.moe_ops")
-    return caplog
 
 
 def with_adapters(engine, config, operands, scheme="unquantized", wrapper=None, **stacks):
@@ -185,8 +177,9 @@ def test_quantized_rows(engine, scheme):
     assert torch.equal(out, want)
 
 
-def test_what_is_declined(engine, log):
+def test_what_is_declined(engine, caplog):
     """One line each; vLLM's own experts then run."""
+    caplog.set_level(logging.INFO, logger="vllm.moe_ops")
     ours = engine.experts.MoeOpsExperts
     cases = [
         ({}, LoRAConfig(fully_sharded_loras=True), None),
@@ -201,13 +194,13 @@ def test_what_is_declined(engine, log):
     ]  # fmt: skip
     for change, lora, reason in cases:
         _engines.say_once.cache_clear()
-        log.clear()
+        caplog.clear()
         engine.config.current = SimpleNamespace(lora_config=lora)
         config = layer(is_lora_enabled=True, **change)
         for _ in range(2):
             supported, said = ours.is_supported_config(ours, config, None, None, STANDARD)
             assert supported == (reason is None) and (reason is None or reason in said)
-        assert [reason in r.message for r in log.records] == [True] * (reason is not None)
+        assert [reason in r.message for r in caplog.records] == [True] * (reason is not None)
         plain = layer(**change)  # without LoRA none of it matters
         assert ours.is_supported_config(ours, plain, None, None, STANDARD)[0]
     batched = engine.experts.BatchedMoeOpsExperts
@@ -217,8 +210,10 @@ def test_what_is_declined(engine, log):
     assert not batched.supports_lora()
 
 
-def test_the_selection_asks(engine, log):
+def test_the_selection_asks(engine, caplog):
     """With LoRA vLLM takes the first class of its backend unasked; ours is asked here."""
+    caplog.set_level(logging.INFO, logger="vllm.moe_ops")
+    _engines.say_once.cache_clear()
     oracle = engine.oracles["unquantized"]
 
     def select(moe_config):
@@ -230,10 +225,10 @@ def test_the_selection_asks(engine, log):
     ours, config = engine.experts.MoeOpsExperts, layer(is_lora_enabled=True)
     engine.config.current = SimpleNamespace(lora_config=LoRAConfig())
     assert oracle.select_unquantized_moe_backend(config) == (oracle.choice, ours)
-    assert not log.records
+    assert not caplog.records
     engine.config.current.lora_config.max_loras = 5000
     assert oracle.select_unquantized_moe_backend(config) == (oracle.choice, vllm.Theirs)
-    assert "vLLM's own experts run: max_loras" in log.text
+    assert "vLLM's own experts run: max_loras" in caplog.text
     assert oracle.select_unquantized_moe_backend(layer()) == (oracle.choice, ours)
     oracle.choice = oracle.backends["XPU"]
     assert oracle.select_unquantized_moe_backend(config)[1] is vllm.Theirs

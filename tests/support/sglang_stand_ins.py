@@ -162,6 +162,20 @@ def hook_registry():
     return HookRegistry
 
 
+def runner_class():
+    """A class of runners with LoRA, which hooks change."""
+
+    class MoeRunner:
+        def __init__(self, runner_backend, config, lora_enabled=False):
+            self.runner_backend, self.config = Backend(runner_backend), config
+
+        def run(self, dispatch_output, quant_info, lora_info=None):
+            """Return a sign that SGLang's own kernels ran."""
+            return StandardCombineInput("SGLang's")
+
+    return MoeRunner
+
+
 def modules():
     """Every stand-in by the name of its module, with state of its own."""
 
@@ -174,15 +188,6 @@ def modules():
         @classmethod
         def get_fused_func(cls, dispatch_name, runner_name):
             return cls.functions.get((dispatch_name, runner_name))
-
-    class MoeRunner:
-        """A runner with LoRA: ``run`` returns a sign that SGLang's own kernels ran."""
-
-        def __init__(self, runner_backend, config, lora_enabled=False):
-            self.runner_backend, self.config = Backend(runner_backend), config
-
-        def run(self, dispatch_output, quant_info, lora_info=None):
-            return StandardCombineInput("SGLang's")
 
     factories: dict[str, Any] = {}
 
@@ -204,7 +209,7 @@ def modules():
         },
         f"{RUNNERS}.runner": {
             "register_moe_runner_core": register_moe_runner_core,
-            "_CUSTOM_RUNNER_CORE_FACTORIES": factories, "MoeRunner": MoeRunner,
+            "_CUSTOM_RUNNER_CORE_FACTORIES": factories, "MoeRunner": runner_class(),
         },
         "sglang.srt.model_executor.runner": {"get_is_capture_mode": lambda: mode.captured},
         f"{RUNNERS}.triton": {

@@ -15,7 +15,7 @@ from moe_ops.integrations._engines import (
     say_that_it_serves,
     weight_scales,
 )
-from moe_ops.integrations.sglang._lora import adapters_of
+from moe_ops.integrations.sglang._lora import call_adapters
 from moe_ops.pipeline.experts.supports import capability_of
 from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.gathering import Settings
@@ -75,7 +75,7 @@ def run(
     if lora_info is not None:
         if on_input:
             raise NotImplementedError("router weights on the input with adapters are not supported")
-        adapters = adapters_of(lora_info, x, quant_info, activation)
+        adapters = call_adapters(lora_info, x, quant_info, activation)
         if adapters is not None:
             step = adapters.beside(step, x, routing)
             say_once(ENGINE, "runs the experts' adapters")

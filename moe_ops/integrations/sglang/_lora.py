@@ -25,7 +25,7 @@ FIELDS = (
 RUNNER = "sglang.srt.model_executor.runner"
 
 
-def adapters_of(info: Any, x: Tensor, quant_info: Any, activation: Activation) -> Adapters | None:
+def call_adapters(info: Any, x: Tensor, quant_info: Any, activation: Activation) -> Adapters | None:
     """Return the adapters of a call, on SGLang's memory; None: no token has one.
 
     A step that is captured runs them in any case.

@@ -20,7 +20,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._engines import say_once, say_that_it_serves
 from moe_ops.integrations.vllm import SWITCH
 from moe_ops.integrations.vllm._interface import unknown_setting
-from moe_ops.integrations.vllm._lora import adapters_of, any_adapter, ids_of, lora_refusal
+from moe_ops.integrations.vllm._lora import any_adapter, ids_of, layer_adapters, lora_refusal
 from moe_ops.integrations.vllm._schemes import library_config, scheme_of_keys
 from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonExperts
 from moe_ops.pipeline.adapters import Adapters
@@ -223,10 +223,10 @@ class MoeOpsExperts(LoRAExpertsMixin, MoeOpsExpertsBase):
         """Take a layer's adapters, which vLLM then loads and unloads in place.
 
         Raises:
-            NotImplementedError, TypeError, ValueError: see `adapters_of`.
+            NotImplementedError, TypeError, ValueError: see `layer_adapters`.
         """
         super().set_lora_context(ctx)
-        self.adapters = adapters_of(ctx, self.moe_config, self.library_activation.kind)
+        self.adapters = layer_adapters(ctx, self.moe_config, self.library_activation.kind)
         say_once(ENGINE, "runs the experts' adapters")
 
     @staticmethod
@@ -306,7 +306,7 @@ class MoeOpsExperts(LoRAExpertsMixin, MoeOpsExpertsBase):
         )
 
     def _adapts(self) -> bool:
-        """Whether this step runs adapters: a token's bits may then depend on those of others."""
+        """Whether this step runs adapters, which a batch-invariant layer always does."""
         invariant = self.experts.moe_config.batch_invariant
         return invariant or any_adapter(self._lora_context.punica_wrapper)
 

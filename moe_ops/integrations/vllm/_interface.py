@@ -146,8 +146,8 @@ AROUND = {
     "max_num_tokens", "elastic_ep_max_dp_size", "max_capture_size", "rocm_aiter_fmoe_enabled",
     "aiter_fmoe_shared_expert_enabled", "use_mxfp4_w4a4_dsv4",
 }  # fmt: skip
-"""Fields that change nothing of what experts compute: those of routers, loaders, of what vLLM does
-with tokens before the experts and with results after them, and of GPUs of another vendor."""
+"""Fields that change nothing of what experts compute: settings of routers and loaders, of vLLM's
+steps before the experts and after them, and of another vendor's GPUs."""
 
 
 def unknown_setting(moe_config: Any) -> str | None:

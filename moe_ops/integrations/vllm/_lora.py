@@ -42,7 +42,7 @@ def lora_refusal(moe_config: Any) -> str | None:
     return None
 
 
-def adapters_of(context: Any, moe_config: Any, activation: MoEActivation) -> Adapters:
+def layer_adapters(context: Any, moe_config: Any, activation: MoEActivation) -> Adapters:
     """Return a layer's adapters, on vLLM's memory; ids come with each step.
 
     Args:
