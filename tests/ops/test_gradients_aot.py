@@ -63,18 +63,25 @@ def test_weight_gradients(arch, dtype, tile):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dtype", "rank"), half_exhaustive(DTYPES, [4, 16, 64]))
 def test_products_of_adapters(arch, dtype, rank):
-    """Any plan, also that of few slots; both factors' layouts."""
+    """Any plan, also that of few slots; both factors' layouts; all columns, a half, every other."""
+    places = ((0, 1), (1536, 1), (0, 2), (1, 2))
 
     def launch(empty):
-        for tile, slots in ((16, 4), (16, 64), (64, 256), (128, 512)):
+        for place, (tile, slots) in zip(
+            places, ((16, 4), (16, 64), (64, 256), (128, 512)), strict=True
+        ):
             ids = empty(slots // 2, 2, dtype=torch.int32)
             with row_tile(tile):
                 tiles = given_plan(ids, 4, "unquantized", dtype)
                 low, weights = empty(slots, rank, dtype=dtype), empty(slots // 2, 2)
                 b, a = empty(4, 1536, rank, dtype=dtype), empty(4, rank, 2880, dtype=dtype)
-                for w, n, given in ((b, 1536, weights), (a.transpose(1, 2), 2880, None)):
+                for w, n, given, at in (
+                    (b, 3072, weights, place), (a.transpose(1, 2), 2880, None, (0, 1)),
+                ):  # fmt: skip
                     out = empty(slots, n, dtype=dtype)
-                    expert_product.expert_product_out(low, [w], given, tiles, 1, out=out)
+                    expert_product.expert_product_out(
+                        low, [w], given, tiles, 1, False, *at, out=out
+                    )
 
     kernels = aot.compile_launch(arch, launch)
     assert {k.metadata.name for k in kernels} == {"_expert_gemm_kernel"}
