@@ -26,6 +26,8 @@ SETTINGS = (
     "top_k", "scheme", "out_dtype", "activation", "expert_order", "batch_invariant",
 )  # fmt: skip
 """The arguments of expert GEMMs that are not tensors; an operator may lack some."""
+COLUMNS = ("first_column", "column_step")
+"""What the operator that adds has beside `SETTINGS`."""
 
 
 class OperandSpecs(NamedTuple):
@@ -92,7 +94,7 @@ def operands_of(operator: str, arguments: Mapping[str, Any]) -> OperandSpecs:
         None if tiles[1] is None else tiles[1].shape[0],
         weighted=arguments.get("topk_weights") is not None,
         summed=operator == "expert_product_sum",
-        adds=arguments.get("columns", (0, 1))[1] if operator == "expert_product.out" else 0,
+        adds=arguments.get("column_step", 1) if operator == "expert_product.out" else 0,
         expert_order=arguments.get("expert_order", False),
         gluon=weight.data.device.type in ("cuda", "meta"),
     )

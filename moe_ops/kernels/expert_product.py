@@ -95,9 +95,9 @@ def expert_product_out(
         return out
 
     settings = (top_k, UNQUANTIZED.key, out.dtype, "", False, batch_invariant)
-    columns = (first_column, column_step)
-    place, held = (out.shape, out.stride(), columns), sizes.expert_weight(weight)
-    operands = GemmOperands(a, None, held, topk_weights, tiles, columns=columns)
+    place = (first_column, column_step, out.shape, out.stride())
+    held = sizes.expert_weight(weight)
+    operands = GemmOperands(a, None, held, topk_weights, tiles, column=first_column)
     call_gemm("expert_product.out", operands, (*settings, *place), checked, out=out)
 
 

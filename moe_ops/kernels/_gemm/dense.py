@@ -133,7 +133,7 @@ class DenseGemm:
             plan = split_tiles(told[0], num_slots, told[4], self.rule, self.part)
             told = (plan, *told[1:-1], plan.shape[0])
         vectors = dense(operands.weight.bias), dense(operands.topk_weights)
-        place = (out.shape[1], operands.columns[0]) if self.adds else (None, None)
+        place = (out.shape[1], operands.column) if self.adds else (None, None)
         strides = (a.stride(0), *w.stride())
         self.launch(
             (self.programs,), a, w, *vectors, out, operands.product, *told, *strides, *place
