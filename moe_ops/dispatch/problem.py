@@ -88,8 +88,9 @@ class GemmProblem(NamedTuple):
     """Which of ``a`` and ``out`` has permuted rows; None: both are in slot order."""
     fragments: bool = False
     """Whether the weight is in the packed form."""
-    adds: bool = False
-    """Whether the product is added to rows that are there; only the dense portable kernel can."""
+    adds: int = 0
+    """The step between the columns of rows to which products are added; 0: they are not added. Only
+    the dense portable kernel adds."""
     unread: str = ""
     """Why no kernel reads the packed weight with the other operands; empty: one does."""
 

@@ -80,18 +80,24 @@ def expert_product_out(
     tiles: AnyTiles,
     top_k: int,
     batch_invariant: bool = False,
+    first_column: int = 0,
+    column_step: int = 1,
     *,
     out: Tensor,
 ) -> None:
-    """Run the portable kernel, whose programs each add to a tile of ``out``."""
+    """Run the portable kernel, whose programs each add to a tile of columns of ``out``."""
 
     def checked() -> Tensor:
-        fakes.expert_product_out(a, weight, topk_weights, tiles, top_k, batch_invariant, out=out)
+        fakes.expert_product_out(
+            a, weight, topk_weights, tiles, top_k, batch_invariant, first_column, column_step,
+            out=out,
+        )  # fmt: skip
         return out
 
     settings = (top_k, UNQUANTIZED.key, out.dtype, "", False, batch_invariant)
-    place = (out.shape, out.stride())
-    operands = GemmOperands(a, None, sizes.expert_weight(weight), topk_weights, tiles)
+    place = (first_column, column_step, out.shape, out.stride())
+    held = sizes.expert_weight(weight)
+    operands = GemmOperands(a, None, held, topk_weights, tiles, column=first_column)
     call_gemm("expert_product.out", operands, (*settings, *place), checked, out=out)
 
 

@@ -19,9 +19,9 @@ from torch.autograd import Function
 
 from moe_ops import ops
 from moe_ops.gradients import once, wanted
+from moe_ops.pipeline.adapters import Beside, Product
 from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.gathering import Settings
-from moe_ops.pipeline.gemms import activated, quantized
 from moe_ops.pipeline.lora import (
     ExpertLora,
     Factors,
@@ -33,7 +33,7 @@ from moe_ops.pipeline.lora import (
 )
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig
-from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
+from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing
 
 TRAINS_NOT = "experts in host memory are for inference, train without resident_experts"
 """Why experts in host memory have no gradients, nor have their inputs."""
@@ -96,6 +96,19 @@ class Operands(NamedTuple):
         first = self.lora2_a if self.lora1_a is None else self.lora1_a
         dtype, invariant = self.x.dtype, settings.batch_invariant
         return adapter_rows(self.lora_ids, first.shape[0], dtype, invariant, plan)
+
+    def beside(self, settings: Settings, space: SlotRows) -> Beside:
+        """The adapters' products of the forward pass, in their row space."""
+        k, on_input = self.topk_ids.shape[1], self.topk_weights if settings.on_input else None
+        first = Product(self.lora1_a, self.lora1_b, space, space, top_k=k)
+        second = Product(self.lora2_a, self.lora2_b, space, space)
+        return Beside(
+            self.x,
+            on_input,
+            () if self.lora1_a is None else (first,),
+            None if self.lora2_a is None else second,
+            [],
+        )
 
 
 DIFFERENTIABLE = Operands._fields.index("topk_ids")
@@ -175,7 +188,7 @@ class _Experts(Function):
         """Run the stages; keep the operands, the plan and the product of the first GEMM."""
         operands, kept = Operands(*tensors), []  # type: ignore[var-annotated]
         adapters = operands.adapters(settings, None)
-        between = None if adapters is None else _Adapters(operands, settings, adapters, [])
+        between = None if adapters is None else operands.beside(settings, adapters)
         step = Pass(operands.weights(), settings, between=between)
         out: Tensor = forward(step, operands.x, operands.routing, record=kept)
         ctx.settings = settings
@@ -193,38 +206,6 @@ class _Experts(Function):
         work = _Backward(ctx.settings, operands, asked, *spaces)
         gradients = work.run(grad.contiguous(), product)
         return (None, *gradients, *[None] * (len(tensors) - DIFFERENTIABLE))
-
-
-class _Adapters(NamedTuple):
-    """Low-rank products beside both GEMMs, added to rounded products."""
-
-    operands: Operands
-    settings: Settings
-    space: SlotRows
-    """The row space of the adapters' GEMMs."""
-    activated: list[Tensor]
-    """The activated rows that the second adapter reads."""
-
-    def activate(self, product: Tensor, space: SlotRows, step: Pass) -> Rows:
-        """Add the first adapter's product, then activate."""
-        operands, weights, (scheme, key, *_) = self.operands, step.weights, self.settings
-        if operands.lora1_a is not None:
-            low = low_product(operands.x, operands.lora1_a, self.space, operands.topk_ids.shape[1])
-            on_input = operands.topk_weights if self.settings.on_input else None
-            add_product(product, low, operands.lora1_b, self.space, on_input)
-        if operands.lora2_a is None:
-            return activated(product, weights, space, scheme, key)
-        rows = ops.activation(product, key)
-        self.activated.append(rows)
-        return quantized(rows, weights.a2_scale, weights.w2, space, scheme)
-
-    def after(self, y: Tensor) -> Tensor:
-        """Add the second adapter's product."""
-        operands = self.operands
-        if operands.lora2_a is not None:
-            low = low_product(self.activated.pop(), operands.lora2_a, self.space, 1)
-            add_product(y, low, operands.lora2_b, self.space)
-        return y
 
 
 class _Backward(NamedTuple):

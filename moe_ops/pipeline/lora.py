@@ -170,13 +170,17 @@ def add_product(
     w: Tensor,
     space: SlotRows,
     weights: Tensor | None = None,
+    top_k: int = 1,
+    columns: slice = slice(None),
 ) -> None:
-    """Add ``weights[s] * rows[s] @ w[e].T`` to ``total[s]`` of every slot s that has an adapter.
+    """Add ``weights[s] * rows[s // top_k] @ w[e].T`` to ``total[s]`` of each slot with an adapter.
 
     The sum is that of ``total``, which is rounded already, and of the product in float32.
+    Column c of the product is added to the c-th of ``columns``.
     """
     tiles, invariant = [*space.tiles], space.batch_invariant
-    ops.expert_product_out(rows, [w], weights, tiles, 1, invariant, out=total)
+    place = {"first_column": columns.start or 0, "column_step": columns.step or 1}
+    ops.expert_product_out(rows, [w], weights, tiles, top_k, invariant, **place, out=total)
 
 
 def adapter_gradient(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:

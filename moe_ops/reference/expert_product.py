@@ -140,14 +140,18 @@ def expert_product_out(
     tiles: AnyTiles,
     top_k: int,
     batch_invariant: bool = False,
+    first_column: int = 0,
+    column_step: int = 1,
     *,
     out: Tensor,
 ) -> None:
     """``out[s] += topk_weights[s] * a[s // top_k] @ w[e].T``, added in float32, rounded once.
 
-    Rows of skipped slots stay as they are.
+    Column c is added to column ``first_column + column_step * c``. Rows of skipped slots and other
+    columns stay as they are.
     """
     w, rule = weight[0], gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
+    out = out[:, first_column::column_step][:, : w.shape[1]]
     slots, experts, counts, _ = planned_rows(tiles, rule, len(out), len(w))
     rows = take(a, slots // top_k).float().split(counts)
     products = out.new_empty((len(slots), out.shape[1]), dtype=torch.float32)

@@ -20,7 +20,7 @@ import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.operands import GEMMS, SETTINGS
+from moe_ops.dispatch.operands import COLUMNS, GEMMS, SETTINGS
 from moe_ops.dispatch.row_tiles import gemm_rule, tile_rule
 from moe_ops.dispatch.tiles import plan_sizes
 from moe_ops.inspect.devices import TARGETS
@@ -206,10 +206,11 @@ def call_of(scheme, form, dtype, scale, operator, activation, rows, layout, mode
     rule = gemm_rule(scheme, a, [None, ids, None], mode == "batch_invariant")
     plan = a.new_empty(plan_sizes(slots, experts, rule).entries, dtype=torch.int32)
     weights = None if ids is None or rows == "scaled" else ids.float()
+    step = 2 if layout == "shifted" else 1
     given = {
         "a": a, "a_scale": a_scale, "weight": weight_of((w, *q[1:])), "tiles": [plan, ids, None],
         "top_k": top_k, "scheme": scheme, "activation": activation, "topk_weights": weights,
-        "out_dtype": dtype, mode: True, "out": a.new_empty(slots, n),
+        "out_dtype": dtype, mode: True, "column_step": step, "out": a.new_empty(slots, step * n),
     }  # fmt: skip
     func = {
         "product": ops.expert_product, "sum": ops.expert_product_sum, "add": ops.expert_product_out,
@@ -229,7 +230,7 @@ def test_every_call_is_planned_as_it_is_launched():
                 func(**given)
         for name, planned, launched in problems.found:
             seen[name] += 1
-            asked = launched.summed, launched.adds and not launched.boxes
+            asked = launched.summed, launched.adds > 0 and not launched.boxes
             if planned != launched or asked != (name.endswith("_sum"), name.endswith(".out")):
                 wrong.append((name, row, planned, launched))
         wrong += [(row, "no plan")] * (not problems.found)
@@ -241,7 +242,7 @@ def test_settings_stand_as_the_schemas_say():
     for operator in (ops.expert_product, ops.expert_product_out, ops.expert_product_sum):
         arguments = operator._schema.arguments
         others = [a.name for a in arguments if "Tensor" not in str(a.type)]
-        assert others == [name for name in SETTINGS if name in others], operator
+        assert others == [name for name in (*SETTINGS, *COLUMNS) if name in others], operator
         assert operator is not ops.expert_product or others == [*SETTINGS]
         assert operator.name().split("::")[1] in GEMMS
 

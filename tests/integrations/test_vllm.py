@@ -152,15 +152,6 @@ def test_what_would_be_taken(engine, monkeypatch):
     assert not answer.takes and set(answer.leaves.values()) == {"MOE_OPS_VLLM is 0"}
 
 
-def test_with_lora_theirs_run(engine, log):
-    register()
-    engine.config.current = type("Config", (), {"lora_config": object()})
-    assert classes(engine, "unquantized", "TRITON") == [vllm.Theirs]
-    assert "LoRA" in log.text
-    engine.config.current.lora_config = None
-    assert len(classes(engine, "unquantized", "TRITON")) == 3
-
-
 def interface():
     from moe_ops.integrations.vllm._interface import NAMES, PARAMETERS
 
@@ -183,7 +174,7 @@ def test_another_interface(engine, log, monkeypatch, module, name):
         others = [member.name for member in owner if member.name != last]
         monkeypatch.setattr(engine.modules[module], outer[0], Enum("Other", others))
     elif outer and isinstance(owner, type):
-        monkeypatch.setattr(vllm.FusedMoEExpertsModular, last, lambda self, other: None)
+        monkeypatch.setattr(owner, last, lambda self, other: None)
     elif outer:
         monkeypatch.setattr(type(owner), last, property())
     else:
@@ -220,6 +211,7 @@ def test_other_keys(engine, name):
         ({"in_dtype": torch.float64}, "unquantized", "in_dtype"),
         ({"activation": vllm.MoEActivation.SITU}, "unquantized", "needs beta"),
         ({"activation": vllm.MoEActivation.RELU2_NO_MUL}, "unquantized", None),
+        ({"num_experts": 4, "local": 5}, "unquantized", None),
     ],
 )
 def test_support(engine, log, change, scheme, reason):

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 
 import pytest
+import torch
 import vllm_stand_ins as vllm
 from vllm_signatures import LAYERS, record
 
@@ -14,6 +15,10 @@ from moe_ops.integrations.vllm import VERSIONS
 from moe_ops.integrations.vllm import _interface as interface
 
 RECORDED = record()
+OF_PARALLEL = {"pcp_rank", "pcp_size", "sp_size", "is_sequence_parallel",
+               "needs_round_robin_routing_tables", "defer_moe_finalize",
+               "limit_deferred_moe_finalize"}  # fmt: skip
+"""Methods of a layer's configuration, and what it has from that of its ranks."""
 
 
 def plain(parameters):
@@ -81,6 +86,40 @@ def test_stand_ins_are_vllms(version):
             if known is not None and list(inspect.signature(function).parameters) != plain(known):
                 wrong.append(f"{owner.__name__}.{name}")
     assert not wrong
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_settings_are_vllms(version):
+    """Each known field of a layer is vLLM's; a new version's fields must be sorted anew."""
+    members = set(RECORDED[version][f"{LAYERS}.config.FusedMoEConfig"])
+    assert not interface.SETTINGS & interface.AROUND
+    known = interface.SETTINGS | interface.AROUND
+    assert known - members <= {"require_decomposed_backend"}  # in 0.33 alone
+    properties = {"is_act_and_mul", "w13_num_shards", "should_defer_moe_finalize"}
+    others = {x for x in members - known if not x.startswith(("use_", "__", "dp_", "ep_", "tp_"))}
+    assert others <= properties | OF_PARALLEL
+
+
+def test_a_setting_that_is_not_known():
+    """A field of another version counts once it is set."""
+
+    @dataclasses.dataclass
+    class Newer(vllm.FusedMoEConfig):
+        top_k_of_rows: int = 0
+        more: list = dataclasses.field(default_factory=list)
+        bias: object = None
+
+    sizes = (4, 2, 64, 64, 4, vllm.MoEActivation.SILU)
+    assert interface.unknown_setting(Newer(*sizes, has_bias=True)) is None
+    assert interface.unknown_setting(Newer(*sizes, top_k_of_rows=1)) == "top_k_of_rows"
+    assert interface.unknown_setting(Newer(*sizes, more=[1])) == "more"
+    assert interface.unknown_setting(Newer(*sizes, bias=torch.zeros(4))) == "bias"
+    with pytest.MonkeyPatch.context() as patch:
+        engine = vllm.install(patch)
+        ours, form = engine.experts.MoeOpsExperts, vllm.FusedMoEActivationFormat.Standard
+        newer = Newer(*sizes, top_k_of_rows=1)
+        supported, reason = ours.is_supported_config(ours, newer, None, None, form)
+        assert not supported and "a layer with top_k_of_rows, which this plug-in" in reason
 
 
 def test_a_missing_parameter_is_seen(monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peers import INSIDE, PEERS
 from vllm_models import FORMATS, gpt_oss, int8_demo, quantized_demo
-from vllm_serve import TOKENS, Written, served
+from vllm_serve import compare, served
 
 from moe_ops.bench import problems
 from moe_ops.bench.harness import relative_error
@@ -76,24 +76,6 @@ def test_served(written, name):
     assert f"moe_ops: runs the experts: {SCHEMES[name]}" in ours.log
     assert ours.launches > 0 and theirs.launches == 0 and "moe_ops: " not in theirs.log
     compare(name, theirs, ours, ties="float32" not in name)
-
-
-def compare(name: str, theirs: Written, ours: Written, *, ties: bool) -> None:
-    """Compare two engines' continuations, and print where they part."""
-    equal, parted, apart = 0, [], 0.0
-    for a, b, p, q in zip(theirs.tokens, ours.tokens, theirs.best, ours.best, strict=True):
-        assert len(a) == len(b) == TOKENS
-        same = next((i for i in range(TOKENS) if a[i] != b[i]), TOKENS)
-        equal += same
-        for i in range(same):
-            apart = max(apart, *(abs(p[i][token] - q[i][token]) for token in set(p[i]) & set(q[i])))
-        if same < TOKENS:
-            parted.append((same, p[same], q[same], {a[same], b[same]}))
-    print(f"\n{name}: {equal} tokens before any difference, log-probabilities {apart:.1e} apart")
-    for position, p, q, tokens in parted:
-        gap = min(max(best.values()) - min(best.values()) for best in (p, q))
-        print(f"  parted at {position}: vLLM's {p}, ours {q}, a gap of {gap:.1e}")
-        assert ties and gap <= apart and tokens <= set(p) & set(q)
 
 
 @pytest.mark.parametrize("scheme", PEERS[INSIDE].makers)

@@ -63,9 +63,12 @@ def test_gemm(tokens, k, n, kk, dtype, tile, has_bias, weighted, routing, device
     turned=st.booleans(),
     invariant=st.booleans(),
     routing=st.sampled_from(("uniform", "skewed", "holes")),
+    place=st.sampled_from(((0, 1), (5, 1), (0, 2), (1, 2))),
 )
-def test_added(tokens, k, n, rank, dtype, tile, weighted, turned, invariant, routing, device):
-    """One rounding of the sum in float32; rows of skipped slots keep their bits."""
+def test_added(
+    tokens, k, n, rank, dtype, tile, weighted, turned, invariant, routing, place, device
+):
+    """One rounding of the sum in float32; skipped slots and other columns keep their bits."""
     problem = Problem(tokens, 5, k, rank, n, dtype, "silu_no_mul", routing=routing)
     x, w, _, weights, ids, *_ = (
         t.to(device) if torch.is_tensor(t) else t for t in make_inputs(problem)
@@ -81,8 +84,14 @@ def test_added(tokens, k, n, rank, dtype, tile, weighted, turned, invariant, rou
             tiles = planned(ids, None, 5, batch_invariant=invariant)
         elif tokens * k > direct_slots(5):
             tiles = tiles._replace(plan=plan_slots(ids, None, 5, "unquantized", dtype, invariant))
-        out = before.clone()
-        ops.expert_product_out(rows, [w], weights, [*tiles], 1, invariant, out=out)
+        first, step = place
+        out = before.new_full((len(before), first + step * n), 7.0)
+        out[:, first::step] = before
+        ops.expert_product_out(rows, [w], weights, [*tiles], 1, invariant, *place, out=out)
+    others = torch.ones(out.shape[1], dtype=torch.bool)
+    others[first::step] = False
+    assert (out[:, others.to(device)] == 7).all()
+    out = out[:, first::step].contiguous()
     product = exact_rows(
         x.cpu(), w.cpu(), None, None if weights is None else weights.cpu(), ids.cpu(), k
     )
@@ -134,9 +143,13 @@ def test_added_where_it_cannot_be(device):
         (out.half(), TypeError, "out must have the dtype of a"),
         (out.t().contiguous().t(), ValueError, "out must be contiguous"),
         (out[:3], ValueError, "out must have shape|out.shape"),
+        (out[:, :15].clone(), ValueError, "for each of the 16 columns c .* got 0, 1 and shape"),
     ):
         with pytest.raises(error, match=text):
             ops.expert_product_out(x, [w], None, tiles, 1, out=other)
+    for place in ((1, 1), (0, 2), (-1, 1)):
+        with pytest.raises(ValueError, match=f"out must have column .* got {place[0]}, {place[1]}"):
+            ops.expert_product_out(x, [w], None, tiles, 1, False, *place, out=out)
     if INTERPRETED:
         return  # operators are their kernels
     with pytest.raises(ValueError, match="bias must be None where products are added"):

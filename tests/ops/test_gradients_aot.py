@@ -47,20 +47,27 @@ def test_weight_gradients(arch, dtype, tile):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dtype", "rank"), half_exhaustive(DTYPES, RANKS))
 def test_products_of_adapters(arch, dtype, rank, request):
-    """Any plan, also that of few slots; both factors' layouts, in turns of plans and ranks."""
+    """Any plan, also that of few slots; both factors' layouts, in turns of plans and ranks.
+
+    Products are added to all columns, to a half, and to every other one.
+    """
     everything, turn = request.config.getoption("exhaustive"), RANKS.index(rank)
+    places = ((0, 1), (1536, 1), (0, 2), (1, 2))
+    plans = ((16, 4), (16, 64), (64, 256), (128, 512))
 
     def launch(empty):
-        for i, (tile, slots) in enumerate(((16, 4), (16, 64), (64, 256), (128, 512))):
+        for i, (place, (tile, slots)) in enumerate(zip(places, plans, strict=True)):
             ids = empty(slots // 2, 2, dtype=torch.int32)
             with row_tile(tile):
                 tiles = given_plan(ids, 4, "unquantized", dtype)
                 low, weights = empty(slots, rank, dtype=dtype), empty(slots // 2, 2)
                 b, a = empty(4, 1536, rank, dtype=dtype), empty(4, rank, 2880, dtype=dtype)
-                both = ((b, 1536, weights), (a.transpose(1, 2), 2880, None))
-                for w, n, given in both if everything else [both[(i + turn) % 2]]:
+                both = ((b, 3072, weights, place), (a.transpose(1, 2), 2880, None, (0, 1)))
+                for w, n, given, at in both if everything else [both[(i + turn) % 2]]:
                     out = empty(slots, n, dtype=dtype)
-                    expert_product.expert_product_out(low, [w], given, tiles, 1, out=out)
+                    expert_product.expert_product_out(
+                        low, [w], given, tiles, 1, False, *at, out=out
+                    )
 
     kernels = aot.compile_launch(arch, launch)
     assert {k.metadata.name for k in kernels} == {"_expert_gemm_kernel"}

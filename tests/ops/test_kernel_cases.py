@@ -113,25 +113,34 @@ def test_dense_in_expert_order():
     check_all(cover(factors, ()), dense_in_expert_order)
 
 
-def dense_added(layout, routing, top_k, gap, n, k, dtype, weighted):
-    """Rows that cancel most of the product: what is rounded before the sum shows."""
+def dense_added(layout, routing, top_k, gap, n, k, dtype, weighted, place):
+    """Rows that cancel most of the product: what is rounded before the sum shows.
+
+    ``place``: the first column, and the step from one to the next, of wider rows.
+    """
     routed = Routed(routing, top_k)
     x, w = (whole(*s, most=12, seed=i) for i, s in enumerate(((routed.tokens, k), (EXPERTS, n, k))))
     x, w, weights = x.to(dtype), w.to(dtype), routed.weights() if weighted else None
     product = routed.exact(x, w, None, weights).value
     before = (1 - product).to(dtype)
-    out = before.clone()
+    first, step = place
+    whole_rows = torch.full((len(before), first + step * n), 7.0, dtype=dtype)
+    columns = slice(first, None, step)
+    whole_rows[:, columns] = before
+    out = whole_rows.clone()
     with routed.row_tile():
         given = ([laid_out(routed.of_experts(w), layout)], weights, [*routed.tiles], top_k)
-        expert_product.expert_product_out(routed.rows(x, gap), *given, out=out)
+        expert_product.expert_product_out(routed.rows(x, gap), *given, False, *place, out=out)
     exact = torch.where(routed.mine[:, None], before.double() + product, before.double())
-    assert torch.equal(out, exact.float().to(dtype)), "every bit"
+    whole_rows[:, columns] = exact.float().to(dtype)
+    assert torch.equal(out, whole_rows), "every bit, of other columns too"
 
 
 def test_dense_added():
     """Two steps along K: of 16 in float32, of 64 or 128 in 16 bits."""
     factors = {"layout": LAYOUTS, "routing": ROUTINGS, "top_k": (1, 2), "n": (16, 20, 68)}
     factors |= {"gap": (0, 3), "k": (16, 36, 132), "dtype": DTYPES, "weighted": (False, True)}
+    factors |= {"place": ((0, 1), (16, 1), (1, 2))}
     check_all(cover(factors, ()), dense_added)
 
 

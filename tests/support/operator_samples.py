@@ -64,6 +64,7 @@ def samples(device):
             (h, [w2], None, [*plan], 1),
             (x, [w1], weights, [*direct], K),
             (x.t().contiguous().t(), [w1.mT.contiguous().mT], weights, [*plan], K),
+            (h, [w2], None, [*plan], 1, False, 1, 2),
         ],
         "expert_product_sum": sum_samples(device) + stored_sum_samples(x, w1, b1, weights, direct),
         "expert_dgrad": dgrad_samples(x, w1, plan),
@@ -315,8 +316,9 @@ def overload(qualified):
 
 def keywords(qualified, arguments):
     if qualified == "expert_product.out":
-        a, (w, *_), _, _, top_k, *_ = arguments
-        return {"out": a.new_ones(len(a) * top_k, w.shape[1])}
+        a, (w, *_), _, _, top_k, *place = arguments
+        first, step = place[1:] or (0, 1)
+        return {"out": a.new_ones(len(a) * top_k, first + step * w.shape[1])}
     if not qualified.endswith(".out"):
         return {}
     inputs = arguments[0]

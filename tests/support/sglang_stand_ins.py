@@ -88,6 +88,32 @@ class MoeRunnerConfig:
     silu_mul_keep_fp32: bool = False
 
 
+@dataclass
+class LoRAInfo:
+    gate_up_lora_a_weights: Tensor
+    gate_up_lora_b_weights: Tensor
+    down_lora_a_weights: Tensor
+    down_lora_b_weights: Tensor
+    seg_indptr: Tensor
+    req_to_lora: Tensor
+    lora_ranks: Tensor
+    adapter_enabled: Tensor
+    token_lora_mapping: Tensor
+    max_lora_rank: int
+    num_experts: int
+    has_active_lora: bool = True
+    experts_shared_outer_loras: bool = False
+    cg_buffers: dict | None = None
+    lora_use_virtual_experts: bool = False
+
+
+class Backend(NamedTuple):
+    name: str
+
+    def is_triton(self):
+        return self.name == "triton"
+
+
 class DispatchMoeRunnerCore(ABC):
     def __init__(self, config):
         self.config = config
@@ -125,11 +151,29 @@ def hook_registry():
             for target, hook, _ in cls.hooks:
                 module, owner, name = target.rsplit(".", 2)
                 owner = getattr(sys.modules[module], owner)
-                original = vars(owner)[name].__func__
-                wrapped = lambda *args, f=original, h=hook: h(f, *args)  # noqa: E731
-                setattr(owner, name, classmethod(wrapped))
+                made = vars(owner)[name]
+                original = getattr(made, "__func__", made)
+
+                def wrapped(*args, f=original, h=hook, **named):
+                    return h(f, *args, **named)
+
+                setattr(owner, name, wrapped if made is original else classmethod(wrapped))
 
     return HookRegistry
+
+
+def runner_class():
+    """A class of runners with LoRA, which hooks change."""
+
+    class MoeRunner:
+        def __init__(self, runner_backend, config, lora_enabled=False):
+            self.runner_backend, self.config = Backend(runner_backend), config
+
+        def run(self, dispatch_output, quant_info, lora_info=None):
+            """Return a sign that SGLang's own kernels ran."""
+            return StandardCombineInput("SGLang's")
+
+    return MoeRunner
 
 
 def modules():
@@ -151,7 +195,7 @@ def modules():
         assert backend_name not in factories
         factories[backend_name] = factory
 
-    mode = SimpleNamespace(batch_invariant=False)
+    mode = SimpleNamespace(batch_invariant=False, captured=False)
     contents = {
         "sglang.srt.plugins.hook_registry": {
             "HookRegistry": hook_registry(), "HookType": HookType,
@@ -165,8 +209,9 @@ def modules():
         },
         f"{RUNNERS}.runner": {
             "register_moe_runner_core": register_moe_runner_core,
-            "_CUSTOM_RUNNER_CORE_FACTORIES": factories,
+            "_CUSTOM_RUNNER_CORE_FACTORIES": factories, "MoeRunner": runner_class(),
         },
+        "sglang.srt.model_executor.runner": {"get_is_capture_mode": lambda: mode.captured},
         f"{RUNNERS}.triton": {
             "TritonMoeQuantInfo": TritonMoeQuantInfo,
             "fused_experts_none_to_triton": fused_experts_none_to_triton,
@@ -192,18 +237,19 @@ def install(monkeypatch, package="moe_ops.integrations.sglang"):
     made = modules()
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
-    ours = [f"{package}.{part}" for part in ("_interface", "_experts", "_runner")]
+    ours = [f"{package}.{part}" for part in ("_interface", "_lora", "_experts", "_runner")]
     for name in ours:
         monkeypatch.setitem(sys.modules, name, None)  # undone: absent, or as it was
         del sys.modules[name]
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    interface, experts, runner = (importlib.import_module(name) for name in ours)
+    interface, _, experts, runner = (importlib.import_module(name) for name in ours)
     return SimpleNamespace(
         interface=interface,
         experts=experts,
         runner=runner,
         modules=made,
+        runners=made[f"{RUNNERS}.runner"].MoeRunner,
         pool=made[f"{RUNNERS}.base"].FusedOpPool,
         hooks=made["sglang.srt.plugins.hook_registry"].HookRegistry,
         factories=made[f"{RUNNERS}.runner"]._CUSTOM_RUNNER_CORE_FACTORIES,

@@ -45,7 +45,8 @@ def served(ours: bool, *models: dict[str, Any]) -> list[Written]:
 
     Args:
         ours: whether the plug-in is on.
-        models: the arguments of ``LLM`` for each model.
+        models: the arguments of ``LLM`` for each model; ``adapters`` beside them: the folder of
+            each prompt's adapter, or None.
     """
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(models)],
@@ -66,6 +67,24 @@ def served(ours: bool, *models: dict[str, Any]) -> list[Written]:
     return written
 
 
+def compare(name: str, theirs: Written, ours: Written, *, ties: bool) -> None:
+    """Compare two engines' continuations, and print where they part."""
+    equal, parted, apart = 0, [], 0.0
+    for a, b, p, q in zip(theirs.tokens, ours.tokens, theirs.best, ours.best, strict=True):
+        assert len(a) == len(b) == TOKENS
+        same = next((i for i in range(TOKENS) if a[i] != b[i]), TOKENS)
+        equal += same
+        for i in range(same):
+            apart = max(apart, *(abs(p[i][token] - q[i][token]) for token in set(p[i]) & set(q[i])))
+        if same < TOKENS:
+            parted.append((same, p[same], q[same], {a[same], b[same]}))
+    print(f"\n{name}: {equal} tokens before any difference, log-probabilities {apart:.1e} apart")
+    for position, p, q, tokens in parted:
+        gap = min(max(best.values()) - min(best.values()) for best in (p, q))
+        print(f"  parted at {position}: vLLM's {p}, ours {q}, a gap of {gap:.1e}")
+        assert ties and gap <= apart and tokens <= set(p) & set(q)
+
+
 def main() -> None:
     """Serve each model, and print its result after `MARK`."""
     for options in json.loads(sys.argv[1]):
@@ -82,11 +101,21 @@ def write(options: dict[str, Any]) -> tuple[Any, Any, int]:
     """Return tokens, log-probabilities and the number of calls of operators of one model."""
     from torch.profiler import ProfilerActivity, profile
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
+    adapters = options.pop("adapters", None)
+    if adapters is not None:
+        folders = sorted({folder for folder in adapters if folder})
+        options |= {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": 8}
+        asked = {x: LoRARequest(Path(x).name, i, x) for i, x in enumerate(folders, 1)}
+        adapters = [asked.get(folder) for folder in adapters]
     engine = LLM(max_model_len=256, max_num_seqs=8, seed=0, **options)
     how = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=2, ignore_eos=True)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        outputs = [x.outputs[0] for x in engine.generate(PROMPTS, how, use_tqdm=False)]
+        outputs = [
+            x.outputs[0]
+            for x in engine.generate(PROMPTS, how, use_tqdm=False, lora_request=adapters)
+        ]
     events = profiled.key_averages()
     launches = sum(event.count for event in events if event.key.startswith("moe_ops::"))
     best = [

@@ -20,6 +20,8 @@ LAYERS = "vllm.model_executor.layers.fused_moe"
 CLASSES = {
     f"{LAYERS}.config": ("FusedMoEConfig", "FusedMoEQuantConfig", "FusedMoEParallelConfig"),
     f"{LAYERS}.modular_kernel": ("ExpertTokensMetadata",),
+    f"{LAYERS}.experts.lora_context": ("MoELoRAContext",),
+    "vllm.config.lora": ("LoRAConfig",),
     f"{LAYERS}.oracle.unquantized": ("UnquantizedMoeBackend",),
     f"{LAYERS}.oracle.fp8": ("Fp8MoeBackend",),
     f"{LAYERS}.oracle.int8": ("Int8MoeBackend",),

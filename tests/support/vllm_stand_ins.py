@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import vllm_lora as lora
 from vllm_signatures import LAYERS, record
 
 from moe_ops.activation import MoEActivation as Named
@@ -65,6 +66,7 @@ class FusedMoEParallelConfig:
     use_batched_activation_format: bool = False
     use_passthrough_all2all: bool = False
     enable_eplb: bool = False
+    tp_size: int = 1
 
 
 @dataclass
@@ -259,6 +261,7 @@ FIELDS = {
     f"{LAYERS}.config": (FusedMoEConfig, FusedMoEQuantConfig, FusedMoEParallelConfig),
     f"{LAYERS}.modular_kernel": (ExpertTokensMetadata,),
     "vllm.model_executor.layers.quantization.utils.quant_utils": (QuantKey, ScaleDesc),
+    **lora.FIELDS,
 }
 """Classes whose fields vLLM's have, too, by module."""
 BACKENDS = {
@@ -395,6 +398,7 @@ def modules():
             c.__name__: c for c in (TopKWeightAndReduceNoOP, TopKWeightAndReduceDelegate)
         },
     }  # fmt: skip
+    contents |= lora.MODULES
     made = {ENVS.__name__: ENVS, CONFIG.__name__: CONFIG}
     made |= {(module := oracle(name)).__name__: module for name in BACKENDS}
     method = ModuleType("vllm.model_executor.layers.quantization.method")
@@ -422,8 +426,8 @@ def modules():
 def install(monkeypatch, package="moe_ops.integrations.vllm"):
     """Import the plug-in's modules anew, on stand-ins; returns a namespace of both."""
     made = modules()
-    parts = ("_interface", "_place", "_requests", "_schemes", "_experts", "_weights", "_choice",
-             "_kernels", "_methods", "_factories", "_oracles")  # fmt: skip
+    parts = ("_interface", "_place", "_requests", "_schemes", "_lora", "_experts", "_weights",
+             "_choice", "_kernels", "_methods", "_factories", "_oracles")  # fmt: skip
     ours = {part: f"{package}.{part}" for part in parts}
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)

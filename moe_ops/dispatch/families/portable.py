@@ -118,11 +118,13 @@ def _dense_tiles(problem: GemmProblem, device: Device) -> TileConfig:
     """Analytic tiles of the dense kernel.
 
     Only Hopper's kernels take 192 rows. If the routing is known, two launches sort the slots again,
-    and the weight is read from L2 half as often as by tiles of 64 rows.
+    and the weight is read from L2 half as often as by tiles of 64 rows. Where products are added to
+    every other column, each number's address takes registers.
     """
     sizes = problem.sizes
     sorts = problem.num_tokens is not None and sizes.row_tile == TALL_ROW_TILE
-    return gemm_tiles(sizes._replace(rule=TALL) if sorts else sizes, device)
+    tiles = gemm_tiles(sizes._replace(rule=TALL) if sorts else sizes, device)
+    return replace(tiles, block_n=min(tiles.block_n, 128)) if problem.adds > 1 else tiles
 
 
 def _dequantizing_tiles(problem: GemmProblem, device: Device) -> TileConfig:

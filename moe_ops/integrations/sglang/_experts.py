@@ -9,7 +9,13 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.integrations._engines import block_name, say_that_it_serves, weight_scales
+from moe_ops.integrations._engines import (
+    block_name,
+    say_once,
+    say_that_it_serves,
+    weight_scales,
+)
+from moe_ops.integrations.sglang._lora import call_adapters
 from moe_ops.pipeline.experts.supports import capability_of
 from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.gathering import Settings
@@ -31,7 +37,12 @@ UNLIMITED = torch.finfo(torch.float32).max
 
 
 def run(
-    dispatch_output: Any, quant_info: Any, runner_config: Any, *, batch_invariant: bool
+    dispatch_output: Any,
+    quant_info: Any,
+    runner_config: Any,
+    *,
+    batch_invariant: bool,
+    lora_info: Any = None,
 ) -> Tensor:
     """Run a layer of SGLang; returns ``(T, H)``, the input's memory if SGLang wants it ``inplace``.
 
@@ -40,10 +51,11 @@ def run(
         quant_info: SGLang's ``TritonMoeQuantInfo``.
         runner_config: SGLang's ``MoeRunnerConfig``.
         batch_invariant: whether a token's result may not depend on other tokens.
+        lora_info: SGLang's ``LoRAInfo``; None: no adapters.
 
     Raises:
-        NotImplementedError, ValueError: something that this library does not serve. Raised before
-            anything is computed.
+        NotImplementedError, TypeError, ValueError: something that this library does not serve.
+            Raised before anything is computed.
     """
     _check_call(dispatch_output, quant_info, runner_config)
     x, routed = dispatch_output.hidden_states, dispatch_output.topk_output
@@ -59,12 +71,15 @@ def run(
     w1, w2 = quant_info.w13_weight, quant_info.w2_weight
     config = library_config(quant_info, scheme)
     settings = Settings(scheme, activation.key, on_input, batch_invariant, x.dtype)
-    out: Tensor = forward(
-        Pass(expert_weights(w1, w2, config), settings),
-        x,
-        Routing(topk_weights, topk_ids),
-        out=x if runner_config.inplace else None,
-    )
+    step, routing = Pass(expert_weights(w1, w2, config), settings), Routing(topk_weights, topk_ids)
+    if lora_info is not None:
+        if on_input:
+            raise NotImplementedError("router weights on the input with adapters are not supported")
+        adapters = call_adapters(lora_info, x, quant_info, activation)
+        if adapters is not None:
+            step = adapters.beside(step, x, routing)
+            say_once(ENGINE, "runs the experts' adapters")
+    out: Tensor = forward(step, x, routing, out=x if runner_config.inplace else None)
     say_that_it_serves(ENGINE, scheme, activation.key)
     return out
 

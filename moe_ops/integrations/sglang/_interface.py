@@ -25,6 +25,9 @@ NAMES = {
 }
 """Names by module."""
 PARTS = {
+    (f"{RUNNERS}.runner", "MoeRunner.run"): (
+        "self", "dispatch_output", "quant_info", "lora_info",
+    ),
     (f"{RUNNERS}.base", "FusedOpPool.get_fused_func"): ("dispatch_name", "runner_name"),
     (f"{RUNNERS}.triton", "fused_experts_none_to_triton"): (
         "dispatch_output", "quant_info", "runner_config",

@@ -12,7 +12,10 @@ from sglang.srt.layers.moe.moe_runner.runner import (
     _CUSTOM_RUNNER_CORE_FACTORIES,
     register_moe_runner_core,
 )
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.moe.token_dispatcher.standard import (
+    StandardCombineInput,
+    StandardDispatchOutput,
+)
 from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -32,6 +35,7 @@ def install() -> None:
         register_moe_runner_core(NAME, MoeOpsRunnerCore)
         target = f"{RUNNERS}.base.FusedOpPool.get_fused_func"
         HookRegistry.register(target, get_fused_func, HookType.AROUND)
+        HookRegistry.register(f"{RUNNERS}.runner.MoeRunner.run", run_with_adapters, HookType.AROUND)
 
 
 def get_fused_func(
@@ -63,9 +67,30 @@ def with_fallback(function: Callable[..., Any]) -> Callable[..., Any]:
     return fused_experts
 
 
-def _run(dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
+def run_with_adapters(
+    original: Callable[..., Any],
+    runner: Any,
+    dispatch_output: Any,
+    quant_info: Any,
+    lora_info: Any = None,
+) -> Any:
+    """Run a layer with LoRA, for which SGLang asks no fused function; else ``original``.
+
+    A hook around ``MoeRunner.run``.
+    """
+    standard = isinstance(dispatch_output, StandardDispatchOutput)
+    if lora_info is not None and standard and runner.runner_backend.is_triton():
+        try:
+            return _run(dispatch_output, quant_info, runner.config, lora_info)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            say_once(ENGINE, f"SGLang's own kernels run: {error}")
+    return original(runner, dispatch_output, quant_info, lora_info)
+
+
+def _run(dispatch_output: Any, quant_info: Any, runner_config: Any, lora_info: Any = None) -> Any:
     invariant = bool(is_batch_invariant_mode_enabled())
-    out = run(dispatch_output, quant_info, runner_config, batch_invariant=invariant)
+    layer = (dispatch_output, quant_info, runner_config)
+    out = run(*layer, batch_invariant=invariant, lora_info=lora_info)
     return StandardCombineInput(hidden_states=out)
 
 

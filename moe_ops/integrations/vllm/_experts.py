@@ -8,6 +8,7 @@ import torch
 import vllm.envs as envs
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
@@ -18,13 +19,17 @@ from vllm.platforms import current_platform
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._engines import say_once, say_that_it_serves
 from moe_ops.integrations.vllm import SWITCH
+from moe_ops.integrations.vllm._interface import unknown_setting
+from moe_ops.integrations.vllm._lora import any_adapter, ids_of, layer_adapters, lora_refusal
 from moe_ops.integrations.vllm._schemes import library_config, scheme_of_keys
 from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonExperts
+from moe_ops.pipeline.adapters import Adapters
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.forms import reads_packed
+from moe_ops.pipeline.forward import forward
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Scheme, is_packed, pack_weight
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import QTensor, Routing
 
 ENGINE = "vllm"
 GIVEN = {
@@ -63,7 +68,7 @@ def layer_of(moe_config: Any, activation: Activation) -> FusedMoEConfig:
         TypeError, ValueError: a dtype or sizes that the library does not take.
     """
     return FusedMoEConfig(
-        num_experts=moe_config.num_experts,
+        num_experts=max(moe_config.num_experts, moe_config.num_local_experts),  # shared ones too
         experts_per_token=moe_config.experts_per_token,
         hidden_dim=moe_config.hidden_dim,
         intermediate_size=moe_config.intermediate_size_per_partition,
@@ -208,10 +213,21 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         self._use(FusedMoEQuantConfig(config.scheme, **tensors))
 
 
-class MoeOpsExperts(MoeOpsExpertsBase):
-    """Experts of the Standard format, which sum the rows of each token."""
+class MoeOpsExperts(LoRAExpertsMixin, MoeOpsExpertsBase):
+    """Experts of the Standard format, which sum the rows of each token; they take adapters."""
 
     EXPERTS: ClassVar[Any] = TritonExperts
+    adapters: Adapters | None = None
+
+    def set_lora_context(self, ctx: Any) -> None:
+        """Take a layer's adapters, which vLLM then loads and unloads in place.
+
+        Raises:
+            NotImplementedError, TypeError, ValueError: see `layer_adapters`.
+        """
+        super().set_lora_context(ctx)
+        self.adapters = layer_adapters(ctx, self.moe_config, self.library_activation.kind)
+        say_once(ENGINE, "runs the experts' adapters")
 
     @staticmethod
     def activation_format() -> Any:
@@ -266,6 +282,13 @@ class MoeOpsExperts(MoeOpsExpertsBase):
         """
         if apply_router_weight_on_input:
             topk_weights = torch.ones_like(topk_weights)
+        if self.adapters is not None and self._adapts():
+            ids = ids_of(self._lora_context.punica_wrapper, len(hidden_states))
+            routing = Routing(topk_weights, topk_ids, expert_map)
+            step = self.experts.step(w1, w2, self.library_activation, on_input=False)
+            step = self.adapters._replace(lora_ids=ids).beside(step, hidden_states, routing)
+            forward(step, hidden_states, routing, out=output)
+            return
         scale = None if a1q_scale is None else a1q_scale.contiguous()
         self.experts.apply(
             hidden_states,
@@ -281,6 +304,11 @@ class MoeOpsExperts(MoeOpsExpertsBase):
             False,
             out=output,
         )
+
+    def _adapts(self) -> bool:
+        """Whether this step runs adapters, which a batch-invariant layer always does."""
+        invariant = self.experts.moe_config.batch_invariant
+        return invariant or any_adapter(self._lora_context.punica_wrapper)
 
 
 class BatchedMoeOpsExperts(MoeOpsExpertsBase):
@@ -368,6 +396,9 @@ def refusal(
     """
     if scheme is None:
         return "a quantization that this plug-in does not know"
+    setting = unknown_setting(moe_config)
+    if setting is not None:
+        return f"a layer with {setting}, which this plug-in does not know"
     try:
         layer = layer_of(moe_config, activation_of(moe_config))
     except (TypeError, ValueError) as error:
@@ -378,6 +409,9 @@ def refusal(
     )
     if not supported:
         return reason
+    lora = lora_refusal(moe_config)
+    if lora is not None:
+        return lora
     sends = moe_config.moe_parallel_config.use_all2all_kernels
     if sends and activation is not None and activation.per_tensor:
         return "one scale for rows of several ranks is not supported"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from inspect import signature
+from typing import Any
+
+from torch import Tensor
 
 from moe_ops.integrations._engines import attribute_of
 
@@ -14,6 +18,8 @@ NAMES = {
     f"{ORACLES}.unquantized": ("backend_to_kernel_cls", "UnquantizedMoeBackend.TRITON"),
     f"{ORACLES}.fp8": ("backend_to_kernel_cls", "Fp8MoeBackend.TRITON"),
     f"{ORACLES}.int8": ("backend_to_kernel_cls", "Int8MoeBackend.TRITON"),
+    f"{LAYERS}.experts.lora_experts_mixin": ("LoRAExpertsMixin",),
+    f"{LAYERS}.experts.lora_context": ("MoELoRAContext",),
     f"{LAYERS}.activation": ("MoEActivation", "ApplyMoEActivationConfig"),
     f"{LAYERS}.topk_weight_and_reduce": (
         "TopKWeightAndReduceNoOP",
@@ -24,7 +30,7 @@ NAMES = {
     "vllm.platforms": ("current_platform.is_cuda", "current_platform.is_cpu"),
 }
 """Names by module."""
-PARAMETERS = {
+PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     f"{LAYERS}.modular_kernel": {
         "FusedMoEExpertsModular.__init__": (
             "self", "moe_config", "quant_config", "max_num_tokens", "num_dispatchers",
@@ -43,6 +49,8 @@ PARAMETERS = {
         ),
         "FusedMoEExpertsModular.process_weights_after_loading": ("self", "layer"),
     },
+    f"{LAYERS}.experts.lora_experts_mixin": {"LoRAExpertsMixin.set_lora_context": ("self", "ctx")},
+    f"{ORACLES}.unquantized": {"select_unquantized_moe_backend": ("moe_config",)},
 }  # fmt: skip
 """Parameters of functions that this plug-in overrides, by module and name."""
 
@@ -121,6 +129,37 @@ MAKERS: dict[str, tuple[str, ...]] = {
     f"{LAYERS}.modular_kernel.FusedMoEKernel.__init__": ("prepare_finalize", "fused_experts"),
 }  # fmt: skip
 """Functions that the wrappers of all formats call, with the parameters that they pass."""
+
+
+SETTINGS = {
+    "num_experts", "experts_per_token", "hidden_dim", "intermediate_size_per_partition",
+    "num_local_experts", "activation", "device", "moe_parallel_config", "in_dtype", "moe_backend",
+    "has_bias", "is_lora_enabled", "swiglu_limit", "swiglu_alpha", "swiglu_beta",
+    "activation_situ_beta", "activation_situ_linear_beta",
+}  # fmt: skip
+"""Fields of vLLM's ``FusedMoEConfig`` that the experts read."""
+AROUND = {
+    "routing_method", "router_logits_dtype", "has_hash_routing", "require_decomposed_backend",
+    "num_logical_experts", "shared_expert_prefix", "skip_final_all_reduce", "_defer_moe_finalize",
+    "defer_moe_finalize_max_num_tokens", "intermediate_size", "hidden_dim_unpadded",
+    "intermediate_size_per_partition_unpadded", "intermediate_pad", "tp_shard_with_padding",
+    "max_num_tokens", "elastic_ep_max_dp_size", "max_capture_size", "rocm_aiter_fmoe_enabled",
+    "aiter_fmoe_shared_expert_enabled", "use_mxfp4_w4a4_dsv4",
+}  # fmt: skip
+"""Fields that change nothing of what experts compute: settings of routers and loaders, of vLLM's
+steps before the experts and after them, and of another vendor's GPUs."""
+
+
+def unknown_setting(moe_config: Any) -> str | None:
+    """Return a field of a layer's configuration that is set and not known here; None: none is."""
+    for field in fields(moe_config):
+        value, default = getattr(moe_config, field.name), field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        is_set = value is not default and (isinstance(value, Tensor) or value != default)
+        if is_set and field.name not in SETTINGS | AROUND:
+            return field.name
+    return None
 
 
 def missing() -> str | None:

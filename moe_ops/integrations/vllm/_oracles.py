@@ -12,14 +12,13 @@ from importlib import import_module
 from typing import Any
 
 import vllm.envs as envs
-from vllm.config import get_current_vllm_config_or_none
 
-from moe_ops.integrations._engines import say_once
-from moe_ops.integrations.vllm._experts import ENGINE, BatchedMoeOpsExperts, MoeOpsExperts
+from moe_ops.integrations.vllm._experts import BatchedMoeOpsExperts, MoeOpsExperts
 from moe_ops.integrations.vllm._factories import changes, everywhere
 from moe_ops.integrations.vllm._interface import ORACLES
 from moe_ops.version import __version__
 
+UNQUANTIZED = f"{ORACLES}.unquantized"
 OURS = [MoeOpsExperts, BatchedMoeOpsExperts]
 PLACES = {
     "unquantized": ("TRITON", "BATCHED_TRITON", "CPU"),
@@ -39,6 +38,7 @@ def install() -> None:
     for name, backends in PLACES.items():
         function = import_module(f"{ORACLES}.{name}").backend_to_kernel_cls
         wanted += everywhere(function, _ours_first(backends))
+    wanted += everywhere(import_module(UNQUANTIZED).select_unquantized_moe_backend, _asking)
     for owner, name, value in wanted:
         setattr(owner, name, value)
     # vLLM caches compiled graphs by its variables, and on the CPU a graph holds our operators.
@@ -53,9 +53,6 @@ def _ours_first(backends: tuple[str, ...]) -> Callable[[Callable], Callable]:
             theirs = list(function(backend))
             if backend.value not in backends:
                 return theirs
-            if _has_lora():  # vLLM then takes the first class without asking it
-                say_once(ENGINE, "vLLM's own experts run: LoRA is not supported")
-                return theirs
             return [*OURS, *theirs]
 
         return classes
@@ -63,7 +60,20 @@ def _ours_first(backends: tuple[str, ...]) -> Callable[[Callable], Callable]:
     return wrapper
 
 
-def _has_lora() -> bool:
-    """Whether the model that is being made has LoRA."""
-    config = get_current_vllm_config_or_none()
-    return config is not None and config.lora_config is not None
+def _asking(function: Callable) -> Callable:
+    """Wrap the selection for layers that are not quantized.
+
+    With LoRA it takes the first class of its backend without asking whether that serves the layer.
+    """
+
+    def select(moe_config: Any) -> tuple[Any, Any]:
+        backend, kind = function(moe_config)
+        if kind is not MoeOpsExperts or not moe_config.is_lora_enabled:
+            return backend, kind
+        standard = MoeOpsExperts.activation_format()
+        if kind.is_supported_config(kind, moe_config, None, None, standard)[0]:
+            return backend, kind
+        own = import_module(UNQUANTIZED).backend_to_kernel_cls(backend)
+        return backend, next(x for x in own if x not in OURS)
+
+    return select

@@ -46,13 +46,15 @@ from moe_ops.kernels._runtime.slots import dense
 def _expert_gemm_kernel(
     a, w, bias, topk_weights, out, product,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
-    stride_am, stride_we, stride_wn, stride_wk,
+    stride_am, stride_we, stride_wn, stride_wk, width, column,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
     ADDS: tl.constexpr, RULE: tl.constexpr, STEP: tl.constexpr, UP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ w[e].T + bias[e])``; ADDS: added to out[s].
 
+    ADDS is the step between the columns of ``out`` to which columns are added, or 0. ``column``
+    is the first of them, ``width`` the number of all.
     ``product``: the result before f, in slot order, or None.
     RULE is the `Formula` of f or None, N counts output columns. STEP is the distance in weight rows
     from one column to the next, UP from a gate row to its up row (0 without a gate).
@@ -99,10 +101,13 @@ def _expert_gemm_kernel(
     if RULE is not None:
         acc = activate(acc, up, RULE)
     row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
-    if ADDS:
-        there = out + row[:, None] * N + n[None, :]
-        acc += tl.load(there, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    store_tile(out, acc, row, n, real, inside, N)
+    if ADDS > 0:
+        there = out + row[:, None] * width + column + n[None, :] * ADDS
+        mask = real[:, None] & inside[None, :]
+        acc += tl.load(there, mask=mask, other=0.0).to(tl.float32)
+        tl.store(there, acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        store_tile(out, acc, row, n, real, inside, N)
 
 
 class DenseGemm:
@@ -113,6 +118,7 @@ class DenseGemm:
         if own_plan(sizes, tiles):
             sizes = with_own_plan(sizes, tiles)
         self.rule, self.part = sizes.rule, cuts_up(sizes, tiles)
+        self.adds = problem.adds
         self.programs, self.num_experts = max_programs(sizes, tiles), sizes.num_experts
         self.launch = _launch(
             sizes.n, sizes.k, problem.top_k, problem.permuted, problem.activation, tiles,
@@ -127,8 +133,10 @@ class DenseGemm:
             plan = split_tiles(told[0], num_slots, told[4], self.rule, self.part)
             told = (plan, *told[1:-1], plan.shape[0])
         vectors = dense(operands.weight.bias), dense(operands.topk_weights)
+        place = (out.shape[1], operands.column) if self.adds else (None, None)
+        strides = (a.stride(0), *w.stride())
         self.launch(
-            (self.programs,), a, w, *vectors, out, operands.product, *told, a.stride(0), *w.stride()
+            (self.programs,), a, w, *vectors, out, operands.product, *told, *strides, *place
         )
 
 
@@ -140,7 +148,7 @@ def _launch(
     ordered: str | None,
     activation: str,
     tiles: TileConfig,
-    adds: bool,
+    adds: int,
 ) -> Launch:
     rule = formula(activation) if activation else None
     step, up, *_ = WeightRows.of(rule, n, None, None)

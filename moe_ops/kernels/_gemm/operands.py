@@ -30,6 +30,8 @@ class GemmOperands(NamedTuple):
     """``(R * top_k, N)``: where the result before the activation is stored, in slot order, beside
     the activated result. None: it is not. Only kernels of families that keep products store it."""
 
+    column: int = 0
+    """The first column to which products are added."""
     experts: int | None = None
     """El if the weight's tensors are the slots of experts in host memory; tiles then have rows of
     slots in place of experts: see `moe_ops.kernels._gemm.rows`."""

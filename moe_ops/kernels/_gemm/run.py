@@ -16,7 +16,7 @@ from moe_ops.dispatch.families import BY_NAME, Family
 from moe_ops.dispatch.families.portable import DENSE
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.operands import SETTINGS, operands_of
+from moe_ops.dispatch.operands import COLUMNS, SETTINGS, operands_of
 from moe_ops.dispatch.problem import STORED, GemmProblem, problem_of, without_sum
 from moe_ops.dispatch.tiles import TileRule, own_plan, with_own_plan
 from moe_ops.kernels._gemm.operands import GemmOperands
@@ -68,7 +68,7 @@ def call_gemm(
     Args:
         operator: one of `GEMMS`.
         operands: the operands.
-        settings: the arguments in `SETTINGS`, and what else decides.
+        settings: the arguments in `SETTINGS` (and in `COLUMNS`), and what else decides.
         empty: checks the sizes, and returns the result, not filled yet.
         config: tiles to use instead of those of the plan.
         out: the tensor to write to; None: a new one.
@@ -78,7 +78,7 @@ def call_gemm(
     prepared = PREPARED.get(key)
     if prepared is None:
         result = empty()
-        named = operands._asdict() | dict(zip(SETTINGS, settings, strict=False))
+        named = operands._asdict() | dict(zip((*SETTINGS, *COLUMNS), settings, strict=False))
         problem = problem_of(operands_of(operator, named))
         result_of = Prepared(result.shape, result.dtype, None)
         waits = operands.weight.host is not None
