@@ -7,7 +7,6 @@ Factors lie as in ``FusedMoEWithLoRA`` (gate and up apart) and ``FusedMoE3DWithL
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +39,11 @@ class MoELoRAContext:
     enable_moe_shared_loras: bool = False
 
 
+@dataclass
+class LoRAKernelMeta:
+    no_lora_flag_cpu: torch.Tensor
+
+
 class LoRAExpertsMixin:
     _lora_context = None
 
@@ -57,8 +61,7 @@ class Wrapper:
     def __init__(self, on_gpu=True):
         self._token_lora_indices = torch.full((MAX_TOKENS,), 2**40, dtype=torch.long)
         if on_gpu:
-            flag = torch.tensor([False])
-            self.token_mapping_meta = SimpleNamespace(no_lora_flag_cpu=flag)
+            self.token_mapping_meta = LoRAKernelMeta(torch.tensor([False]))
 
     def update(self, ids):
         """Begin a step: what lies behind the ids in the buffer is that of earlier steps."""
@@ -126,7 +129,11 @@ class Stacks:
         return Adapters(first, LowRank(self.w2_a[0], self.w2_b[0]), ids)
 
 
-FIELDS = {CONTEXT: (MoELoRAContext,), "vllm.config.lora": (LoRAConfig,)}
+FIELDS = {
+    CONTEXT: (MoELoRAContext,),
+    "vllm.config.lora": (LoRAConfig,),
+    "vllm.lora.ops.triton_ops.lora_kernel_metadata": (LoRAKernelMeta,),
+}
 """Classes whose fields vLLM's have, too, by module."""
 MODULES = {
     MIXIN: {"LoRAExpertsMixin": LoRAExpertsMixin},

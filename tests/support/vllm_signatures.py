@@ -22,6 +22,7 @@ CLASSES = {
     f"{LAYERS}.modular_kernel": ("ExpertTokensMetadata",),
     f"{LAYERS}.experts.lora_context": ("MoELoRAContext",),
     "vllm.config.lora": ("LoRAConfig",),
+    "vllm.lora.ops.triton_ops.lora_kernel_metadata": ("LoRAKernelMeta",),
     f"{LAYERS}.oracle.unquantized": ("UnquantizedMoeBackend",),
     f"{LAYERS}.oracle.fp8": ("Fp8MoeBackend",),
     f"{LAYERS}.oracle.int8": ("Int8MoeBackend",),
