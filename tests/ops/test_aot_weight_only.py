@@ -71,10 +71,16 @@ def test_other_architectures(scheme, arch, tile):
     check(arch, scheme, tile, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "dtype", "tile"), half_exhaustive(SOME, [torch.float16, torch.float32], [16, 128])
-)
-def test_other_dtypes(scheme, dtype, tile):
+OTHER_DTYPES = [
+    pytest.param(case.values, marks=case.marks)
+    for case in half_exhaustive(SOME, [torch.float16, torch.float32], [16, 128])
+]
+"""Each scheme with each dtype, as every element is another function in each."""
+
+
+@pytest.mark.parametrize("case", OTHER_DTYPES, ids=str)
+def test_other_dtypes(case):
+    scheme, dtype, tile = case
     check(90, scheme, tile, dtype)
 
 
