@@ -257,18 +257,29 @@ def check_jobs(kernel, name):
     ),
 )
 def test_one_token_of_the_first_gemm(scheme, model):
+    check_first_gemm(scheme, model, "silu")
+
+
+@pytest.mark.parametrize("activation", ["relu2_no_mul", "swigluoai"])
+def test_one_token_whose_gate_does_not_lie_apart(activation):
+    """No gate, and a gate whose rows alternate with those of up."""
+    check_first_gemm("mxfp4_w4a16", "qwen3-30b", activation)
+
+
+def check_first_gemm(scheme, model, activation):
     hidden, width, slots = SIZES[model]
+    rows = width if activation.endswith("no_mul") else 2 * width
 
     def launch(empty):
         x, ids = empty(1, hidden), empty(1, slots, dtype=torch.int32)
-        q = packed(empty, scheme, 2 * width, hidden, torch.bfloat16)
-        bias, tiles = empty(EXPERTS, 2 * width), [None, ids, None]
+        q = packed(empty, scheme, rows, hidden, torch.bfloat16)
+        bias, tiles = empty(EXPERTS, rows), [None, ids, None]
         if get_scheme(scheme).activation is None:
-            head, tail = (x, *q, bias, None, tiles), (slots, scheme, "silu")
+            head, tail = (x, *q, bias, None, tiles), (slots, scheme, activation)
             stored_product(expert_product, *head, *tail)
         else:
             head, tail = (x, None, q.data, q.scale, q.global_scale, bias), (slots, scheme)
-            scaled_product(expert_product, *head, tiles, *tail, torch.bfloat16, "silu")
+            scaled_product(expert_product, *head, tiles, *tail, torch.bfloat16, activation)
 
     *_, kernel = aot.compile_launch(H200, launch)
     check_jobs(kernel, "hopper_decode_slot_kernel")
