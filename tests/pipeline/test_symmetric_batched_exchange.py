@@ -124,7 +124,7 @@ def gradients(apply, arguments, grad):
 
 
 def check_gradients(rank, ranks):
-    """Those of one rank with all tokens; forward has the bits of calls without grad mode."""
+    """Gradients equal those of one rank with all tokens; results have the bits of inference."""
     tokens, (held, _) = mine(COUNT_OF[ranks], rank), experts_of(rank, ranks, E)
     for kind, on_input in (
         (moe_ops.pipeline.BatchedTritonExperts, False),

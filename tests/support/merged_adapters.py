@@ -91,7 +91,7 @@ def exact_layer(problem: Problem, inputs: Inputs, adapters: Adapters) -> Tensor:
 
 
 def pairs_of(adapters: Adapters, experts: int, n: int) -> list[Tensor]:
-    """The same adapters as one pair of factors for each expert of each weight."""
+    """Return the adapters as one pair of factors for each expert of each weight."""
     first_a = [low.a.expand(-1, experts, -1, -1) for low in adapters.first]
     count, rank = adapters.num_adapters, sum(a.shape[2] for a in first_a)
     first_b, at = first_a[0].new_zeros(count, experts, n, rank), 0

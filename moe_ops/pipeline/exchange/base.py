@@ -78,6 +78,8 @@ class Outgoing(NamedTuple):
     """Whether every rank needs all rows, because it computes one scale for them."""
     lora_ids: Tensor | None = None
     """int32 ``(T, 1)``: the tokens' adapters; None: nothing of adapters travels."""
+    recorded: bool = False
+    """Whether a backward pass may follow: what arrives is then `kept` and `arranged`."""
 
 
 class Arrived(NamedTuple):
@@ -203,9 +205,8 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
     def arranged(self, arrived: Arrived, on_input: bool) -> Arrived:
         """Return the experts' rows of tokens that were `kept`; ``on_input``: times weights."""
-        if not on_input:
-            return arrived
-        return arrived._replace(rows=weighted_rows(arrived.rows, arrived.topk_weights))
+        rows = weighted_rows(arrived.rows, arrived.topk_weights) if on_input else arrived.rows
+        return arrived._replace(rows=rows)
 
     def has_gradients(self) -> bool:
         """Whether gradients travel: see `moe_ops.pipeline.exchange.gradients`."""
@@ -301,8 +302,6 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         recorded = quant is None and torch.is_grad_enabled() and self.has_gradients()
         weighted = apply_router_weight_on_input and not recorded  # otherwise by `arranged`
         later = weighted and topk_ids.shape[1] > 1 and not self.sends_slots
-        on_input = weighted and not later
-        before = None if later else quant
         everywhere = later and quant is not None and quant.of_all_rows
         x, router_weights = (a1.detach(), topk_weights.detach()) if recorded else (a1, topk_weights)
         receive = self.send(
@@ -312,11 +311,12 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
                 topk_ids,
                 num_experts,
                 expert_map,
-                on_input,
+                weighted and not later,
                 quant_config,
-                before,
+                None if later else quant,
                 everywhere,
                 adapters,
+                recorded,
             )
         )
 

@@ -143,13 +143,11 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Write rows to their experts; ids of the result count from this rank's first expert.
 
-        In grad mode rows that are not quantized travel once to each rank, as in the base class.
+        Rows of a call that is recorded travel once to each rank, as in the base class.
         """
-        quant = tokens.quant
-        recorded = quant is None and torch.is_grad_enabled() and self.has_gradients()
-        if recorded:
+        if tokens.recorded:
             return super().send(tokens)
-        windows = self._ready(tokens.a1, tokens.topk_ids)
+        windows, quant = self._ready(tokens.a1, tokens.topk_ids), tokens.quant
         a1_scale = tokens.quant_config.input_scales[0]
         after = quant is not None and quant.of_all_rows
         if after and tokens.on_input:  # rounded before it is known by which scale
