@@ -21,8 +21,9 @@ from moe_ops.dispatch.tiles import (
 )
 from moe_ops.scheme import Scheme
 
-PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
-"""The kernel for many rows, gathered in the order of the plan, and the swap-AB kernel for few."""
+PACKED, FETCH, STREAM = KERNELS = ("hopper_packed", "hopper_fetch", "hopper_stream")
+"""The kernels for many rows, gathered in the order of the plan or fetched where they lie, and the
+swap-AB kernel for few."""
 TOKEN, TOKEN_SUM = "hopper_token", "hopper_token_sum"
 """The kernels for one token, of GEMM 1 and of GEMM 2 with the weighted sum."""
 ON_DEMAND_LOAD = 6
@@ -80,6 +81,11 @@ class HopperTiles:
         """Whether rows are gathered before the GEMM."""
         return self.kernel == PACKED
 
+    @property
+    def alone(self) -> bool:
+        """Whether a CTA has an SM to itself."""
+        return self.kernel in (PACKED, FETCH)
+
 
 KernelTiles = TileConfig | HopperTiles
 """Config of the portable kernel or of a Hopper kernel."""
@@ -123,27 +129,29 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
         if block_m == TALL_ROW_TILE:
             return (256,) if itemsize == 2 else ()
         return (128, 256) if block_m in (64, 128) else ()
+    if kernel == FETCH:
+        return (256,) if block_m == 128 else ()
     if block_m > 64 or itemsize > 1:
         return ()
     return (64,) if block_m == 64 else (64, 128)
 
 
 def most_stages(tiles: HopperTiles, device: Device) -> int:
-    """Most stages beside the epilogue buffer: one CTA per SM for gathered rows, else two."""
+    """Most stages beside the epilogue buffer, of one CTA per SM or of two."""
     stage = (tiles.block_m + tiles.block_n) * ROW_BYTES
-    if tiles.gathered:
+    if tiles.alone:
         return (device.shared_memory - 17 * 1024) // (stage + 4 * tiles.block_m)
     return ((device.shared_memory - 1024) // 2 - 3 * 1024) // stage
 
 
-def gathered_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
+def tall_tiles(kernel: str, gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """The largest tile whose accumulators stay in registers, with as many stages as fit."""
     size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
-    block_n = widths(PACKED, block_m, size)[-1]
+    block_n = widths(kernel, block_m, size)[-1]
     by_load = size == 1 and block_m == 128 and load <= ON_DEMAND_LOAD
     on_demand = by_load or block_m == TALL_ROW_TILE
     group_m = GROUP_ON_DEMAND[size] if on_demand else 16 // size
-    tiles = HopperTiles(PACKED, block_m, block_n, group_m, LEAST_STAGES, on_demand)
+    tiles = HopperTiles(kernel, block_m, block_n, group_m, LEAST_STAGES, on_demand)
     return replace(tiles, num_stages=most_stages(tiles, device))
 
 

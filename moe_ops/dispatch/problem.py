@@ -20,6 +20,7 @@ from moe_ops.dispatch.tiles import Gemm, TileRule
 from moe_ops.scheme import WHOLE, Quant, Scheme, get_scheme
 from moe_ops.scheme.packed import CHUNK, PACKED_DTYPES, splits_chunks
 from moe_ops.scheme.weights import rows_per_scale
+from moe_ops.tensors import TensorSpec
 
 BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 """Dtypes that Hopper's kernels multiply."""
@@ -76,6 +77,8 @@ class GemmProblem(NamedTuple):
     boxes: bool = True
     """Whether Hopper's kernels can read the operands, which are aligned: of one dtype with float32
     scales, or a packed weight that they dequantize."""
+    aligned: bool = True
+    """Whether rows begin at multiples of 16 bytes."""
     num_tokens: int | None = None
     """Tokens of the routing; None: the GEMM gets a plan but no routing."""
     summed: bool = False
@@ -195,6 +198,7 @@ def problem_of(operands: OperandSpecs) -> GemmProblem:
         expert_scales=scales > 1,
         shared_scale=scales == 1,
         boxes=operands.gluon and boxes,
+        aligned=_aligned(operands.a),
         num_tokens=operands.num_tokens,
         summed=operands.summed,
         out_itemsize=operands.out_dtype.itemsize,
@@ -254,6 +258,11 @@ def without_sum(problem: GemmProblem) -> GemmProblem:
     return problem._replace(summed=False, weighted=False)
 
 
+def _aligned(rows: TensorSpec) -> bool:
+    """Whether rows begin at multiples of 16 bytes."""
+    return rows.strides[0] * rows.dtype.itemsize % 16 == rows.address == 0
+
+
 def _boxable(operands: OperandSpecs, scheme: Scheme) -> bool:
     """Whether TMA can address a plain weight and rows of its dtype, with float32 scales.
 
@@ -265,6 +274,6 @@ def _boxable(operands: OperandSpecs, scheme: Scheme) -> bool:
     expert, row, unit = w.strides
     whole = expert * size % 16 == row * size % 16 == w.address == 0
     if operands.expert_order and not operands.activation:
-        whole &= a.strides[0] * size % 16 == a.address == 0
+        whole &= _aligned(a)
     whole &= all(x is None or x.dtype == torch.float32 for x in scales)
     return w.dtype in BOX_DTYPES and dtype == w.dtype and unit == 1 and whole

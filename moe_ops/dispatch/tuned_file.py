@@ -186,7 +186,7 @@ def _hopper_tiles(
     ctas: Any = tiles.get("CTAS", 1 if allowed == (1,) else None)
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
     rule = f"be false for {kernel}"
-    _require(family.gathers or not on_demand, file, f"{at}.ON_DEMAND", rule, on_demand)
+    _require(on_demand in family.on_demand, file, f"{at}.ON_DEMAND", rule, on_demand)
     _among(file, f"{at}.CTAS", ctas, allowed)
     block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
     return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand, ctas)

@@ -15,8 +15,8 @@ FIXED: tuple[Family, ...] = (
 )  # fmt: skip
 """Families whose tiles no tuned file sets."""
 TUNABLE: tuple[Tunable, ...] = (
-    many_rows.GATHERED, many_rows.SWAPPED, portable.DENSE, portable.SCALED, portable.DEQUANTIZE,
-    dequantized.MANY, dequantized.FEW,
+    many_rows.FETCHED, many_rows.GATHERED, many_rows.SWAPPED, portable.DENSE, portable.SCALED,
+    portable.DEQUANTIZE, dequantized.MANY, dequantized.FEW,
 )  # fmt: skip
 """Families whose tiles may be tuned: the first that a tuned file names, or else that is preferred.
 

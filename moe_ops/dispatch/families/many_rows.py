@@ -18,6 +18,7 @@ from moe_ops.dispatch.families.base import (
     served_by,
 )
 from moe_ops.dispatch.hopper import (
+    FETCH,
     GATHERED_LOAD,
     LEAST_COLUMNS,
     LEAST_STAGES,
@@ -29,15 +30,15 @@ from moe_ops.dispatch.hopper import (
     HopperTiles,
     KernelTiles,
     gathered_rows,
-    gathered_tiles,
     most_stages,
     operand_bytes,
     stream_tiles,
     sums_integers,
+    tall_tiles,
     widths,
 )
 from moe_ops.dispatch.plan import BufferSpec, GemmPlan, quantized_rows, rows_of
-from moe_ops.dispatch.problem import EACH, GemmProblem
+from moe_ops.dispatch.problem import EACH, STORED, GemmProblem
 from moe_ops.dispatch.tiles import TALL_ROW_TILE, load_class
 from moe_ops.scheme import Scheme, get_scheme
 
@@ -51,11 +52,18 @@ class Persistent(Tunable):
 
     LEAST_STAGES = LEAST_STAGES
     gathers: bool = False
-    """Whether rows are gathered in the order of the plan, and the schedule may be dynamic."""
+    """Whether rows are gathered in the order of the plan."""
+    fetches: bool = False
+    """Whether rows are fetched where they lie."""
     groups: Callable[[GemmProblem], Sequence[int]] = lambda problem: GATHERED_GROUPS
     """Values of ``group_m`` that the tuner tries."""
     enough: int = 64
     """Stages beyond which the tuner tries no more."""
+
+    @property
+    def on_demand(self) -> tuple[bool, ...]:
+        """Whether the schedule may be dynamic."""
+        return (False, True) if self.gathers or self.fetches else (False,)
 
     def has(self, tiles: KernelTiles) -> bool:
         """Whether tiles name the kernel."""
@@ -88,7 +96,7 @@ class Persistent(Tunable):
         wide, allowed = self.allowed_widths(tiles, problem), self.ctas(tiles.block_m)
         if tiles.block_n not in wide:
             return f"has {tiles.block_n} weight rows, {self.kernel} has {wide} for this row tile"
-        if tiles.on_demand and not self.gathers:
+        if tiles.on_demand not in self.on_demand:
             return f"has a dynamic schedule, {self.kernel} has none"
         if tiles.ctas not in allowed:
             return f"has {tiles.ctas} CTAs per SM, registers allow {allowed}"
@@ -107,7 +115,7 @@ class Persistent(Tunable):
             "ctas": self.ctas(tiles.block_m),
             "num_stages": [tiles.num_stages + step for step in (-2, -1, 1, 2)],
             "group_m": self.groups(problem),
-            "on_demand": (False, True) if self.gathers else (),
+            "on_demand": self.on_demand,
         }
         now = getattr(tiles, size, None)
         others = [replace(tiles, **{size: v}) for v in values.get(size, ()) if v != now]
@@ -117,10 +125,8 @@ class Persistent(Tunable):
     def plan(self, problem: GemmProblem, tiles: HopperTiles, source: str) -> GemmPlan:
         """With the counter of a dynamic schedule and, if rows are gathered first, their buffers."""
         plan, sizes = super().plan(problem, tiles, source), problem.sizes
-        if not self.gathers:
-            return plan
         scratch = (*plan.scratch, *([BufferSpec("next tile", 4)] if tiles.on_demand else ()))
-        if problem.permuted == "a" and not self.fragments:
+        if not self.gathers or (problem.permuted == "a" and not self.fragments):
             return plan._replace(scratch=scratch)
         rows = gathered_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
         scratch = (*scratch, *rows_of(problem, rows, "gathered rows"))
@@ -185,7 +191,7 @@ GATHERED = Persistent(
     LAUNCHER,
     KIND,
     (*CONDITIONS, _has_rows(PACKED), PLANNED),
-    lambda p, device: gathered_tiles(p.gemm, p.sizes.row_tile, device),
+    lambda p, device: tall_tiles(PACKED, p.gemm, p.sizes.row_tile, device),
     preferred=(
         Condition("experts must have more rows for packing to pay", _many),
         Condition(
@@ -199,6 +205,25 @@ GATHERED = Persistent(
     buffers=lambda problem: () if problem.rows == EACH else quantized_rows(problem),
 )
 """The kernel for many rows, which are gathered in the order of the plan."""
+FETCHED = Persistent(
+    FETCH,
+    LAUNCHER,
+    KIND,
+    (
+        *CONDITIONS, _has_rows(FETCH), PLANNED,
+        Condition("rows must be aligned, and in the order of tokens or slots",
+                  lambda p, _: p.aligned and p.permuted != "a"),
+    ),
+    lambda p, device: tall_tiles(FETCH, p.gemm, p.sizes.row_tile, device),
+    preferred=(
+        Condition("experts must have more rows for wide tiles to pay", _many),
+        Condition("rows must not be quantized while they are gathered",
+                  lambda problem, _: problem.rows == STORED),
+    ),
+    fetches=True,
+    keeps_product=_has_one_sum,
+)
+"""The kernel for many rows, which fetches them where they lie."""
 SWAPPED = Persistent(
     STREAM,
     LAUNCHER,

@@ -37,10 +37,13 @@ from moe_ops.kernels._runtime.slots import HEADER
 
 @gluon.jit
 def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
-    """The copying warp: copy every tile of both operands, in the order of the products."""
+    """The copying warp: copy every tile of both operands, in the order of the products.
+
+    ``a_desc``: None if other warps copy the rows and their scales.
+    """
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     BOX_BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * BOX_ROWS
-    SCALE_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.SCALE_COLS is not None else 0
+    SCALE_BYTES: gl.constexpr = 4 * C.BLOCK_M if scale_desc is not None else 0
     BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * C.BLOCK_N + SCALE_BYTES
     step, number = gl.to_tensor(0), gl.to_tensor(0)
     m, n, expert, first, boxes = hear(queue, number, 1)
@@ -48,17 +51,21 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
         row = first if C.ORDERED == "a" else m * C.BLOCK_M
         for k in range(C.STEPS):
             stage, full = stage_to_fill(ring, turn_of(step, C))
-            for count in gl.static_range(1, BOXES + 1):
-                mbarrier.expect(full, BYTES + count * BOX_BYTES, pred=boxes == count)
-            for box in gl.static_range(BOXES):
-                at = [row + box * BOX_ROWS, k * C.BLOCK_K]
-                load_box(a_desc, at, full, ring.rows.index(stage * BOXES + box), pred=box < boxes)
+            if a_desc is None:
+                mbarrier.expect(full, BYTES)
+            else:
+                for count in gl.static_range(1, BOXES + 1):
+                    mbarrier.expect(full, BYTES + count * BOX_BYTES, pred=boxes == count)
+                for box in gl.static_range(BOXES):
+                    at = [row + box * BOX_ROWS, k * C.BLOCK_K]
+                    to = ring.rows.index(stage * BOXES + box)
+                    load_box(a_desc, at, full, to, pred=box < boxes)
             if C.GATED:
                 at = [expert, n * (C.OUT_N // 8), 0, 0, k * C.BLOCK_K]
             else:
                 at = [expert, n * C.OUT_N, k * C.BLOCK_K]
             load_box(w_desc, at, full, ring.weights.index(stage))
-            if C.SCALE_COLS is not None:
+            if scale_desc is not None:
                 at = [k, m * C.BLOCK_M]
                 load_box(scale_desc, at, full, ring.scales.index(stage))
             step += 1
@@ -184,7 +191,10 @@ def multiply_tile(to, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.cons
     if C.WEIGHTED:
         row_scale = gl.load(v.row_scale + slot, mask=slot < v.num_slots, other=0.0)
     elif C.ITEMSIZE == 1 and C.SCALE_COLS is None:
-        row_scale = gl.load(v.row_scale + place)
+        at = place
+        if C.FETCHES:
+            at = gl.minimum(slot, v.num_slots - 1) // C.TOP_K * C.ROW_SCALE_STRIDE
+        row_scale = gl.load(v.row_scale + at)
     row = slot
     if C.ORDERED == "out":
         row = gl.where(slot < v.num_slots, first_row + inside, slot)

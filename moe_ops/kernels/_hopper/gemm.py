@@ -11,12 +11,13 @@ from torch import Tensor
 from moe_ops.activation import Formula
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan
-from moe_ops.dispatch.hopper import ROW_BYTES, HopperTiles, sums_integers
+from moe_ops.dispatch.hopper import FETCH, ROW_BYTES, HopperTiles, sums_integers
 from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
+from moe_ops.kernels._hopper.fetched import hopper_fetch_kernel
 from moe_ops.kernels._hopper.gathered import hopper_gemm_kernel
 from moe_ops.kernels._hopper.layout import StoredLayout, TiledLayout, stored_layout
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
@@ -38,6 +39,8 @@ class Constants(StoredLayout, TiledLayout):
     """Which of ``a`` and ``out`` has permuted rows instead of rows in slot order; None: neither."""
     ROW_SCALE_STRIDE: int
     """Stride between row scales that span K; 0 if all rows share one scale."""
+    FETCHES: bool
+    """Whether the kernel copies rows from where they lie, not from gathered or permuted rows."""
     INTEGER: bool
     """Whether operands are int8, whose sums along K are exact in int32."""
     BLOCK_N: int
@@ -63,6 +66,11 @@ class Constants(StoredLayout, TiledLayout):
         before the previous kernel ended took up to a sixth longer.
         """
         return Launch(hopper_gemm_kernel, C=self, num_warps=4, launch_pdl=False)
+
+    @cached_property
+    def fetched(self) -> Launch:
+        """The launch of the kernel that fetches rows, started like `gathered`."""
+        return Launch(hopper_fetch_kernel, C=self, num_warps=4, launch_pdl=False)
 
     @cached_property
     def stream(self) -> Launch:
@@ -118,6 +126,7 @@ def constants(
         ORDERED=ordered,
         WEIGHTED=rows.of_slots,
         ROW_SCALE_STRIDE=0 if rows.shared else 1,
+        FETCHES=tiles.kernel == FETCH,
         INTEGER=rows.integer,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -154,11 +163,13 @@ class HopperGemm:
         told = tile_arguments(operands.tiles, out.shape[0], self.num_experts)
         scales = operands.topk_weights if self.constants.WEIGHTED else operands.a_scale
         vectors = dense(scales), dense(operands.weight.scale), dense(operands.weight.bias)
+        to, a, w = (out, operands.product), operands.a, operands.weight.data
         if self.gathered:
-            to = out, operands.product
-            self._gather_and_run(to, operands.a, operands.weight.data, vectors, told)
+            self._gather_and_run(to, a, w, vectors, told)
+        elif self.constants.FETCHES:
+            self._fetch(to, a, w, vectors, told)
         else:
-            self._stream(out, operands.a, operands.weight.data, vectors, told)
+            self._stream(out, a, w, vectors, told)
 
     def _gather_and_run(
         self,
@@ -185,6 +196,21 @@ class HopperGemm:
             (device_facts(out.device).processors,), out, product, c.rows.of(rows), c.weights.of(w),
             None if c.SCALE_COLS is None else c.row_scales.of(scales), bias, scales, w_scale,
             plan.new_zeros(1) if c.ON_DEMAND else None, *told,
+        )  # fmt: skip
+
+    def _fetch(
+        self,
+        to: tuple[Tensor, Tensor | None],
+        a: Tensor,
+        w: Tensor,
+        vectors: Vectors,
+        told: tuple[Any, ...],
+    ) -> None:
+        """Launch one program per SM, which fetches rows itself."""
+        (out, product), c, (a_scale, w_scale, bias) = to, self.constants, vectors
+        c.fetched(
+            (device_facts(out.device).processors,), out, product, a, a.stride(0), c.weights.of(w),
+            bias, a_scale, w_scale, told[0].new_zeros(1) if c.ON_DEMAND else None, *told,
         )  # fmt: skip
 
     def _stream(

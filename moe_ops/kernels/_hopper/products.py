@@ -9,6 +9,7 @@ multiplies. Products of 16-bit operands, and of int8 in int32, are accumulated b
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -24,6 +25,15 @@ BOX_ROWS = gl.constexpr(64)
 def zeros(like):
     """A float32 zero accumulator of the shape and layout of ``like``."""
     return gl.full(like.shape, 0, gl.float32, like.type.layout)
+
+
+@gluon.jit
+def stage_to_multiply(step, ring, C: gl.constexpr):
+    """Wait until a stage may be multiplied; return the stage."""
+    stage = stage_to_read(ring, turn_of(step, C))
+    if C.FETCHES:
+        fence_async_shared()  # rows were written by threads, WGMMA reads through the async proxy
+    return stage
 
 
 @gluon.jit
@@ -67,7 +77,7 @@ def add_products(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     """Main loop for 16-bit and int8 operands: products overlap the start of the next step's."""
     PARTS: gl.constexpr = C.PARTS
     for k in range(C.STEPS):
-        stage = stage_to_read(ring, turn_of(step, C))
+        stage = stage_to_multiply(step, ring, C)
         begun = ()
         for part in gl.static_range(PARTS):
             begun += (product(ring, stage, sums[part], True, GROUP, part, C),)
@@ -90,7 +100,7 @@ def add_wide(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     PARTS: gl.constexpr = C.PARTS
     p = zeros(sums[0])
     for _ in range(C.STEPS):
-        stage = stage_to_read(ring, turn_of(step, C))
+        stage = stage_to_multiply(step, ring, C)
         added = ()
         for part in gl.static_range(PARTS):
             p = warpgroup_mma_wait(0, [product(ring, stage, p, False, GROUP, part, C)])
@@ -149,7 +159,7 @@ def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
     now, soon = load_scales(scales, 0, C), load_scales(scales, 1, C)
     p = zeros(sums[0])
     for k in range(C.STEPS):
-        stage = stage_to_read(ring, turn_of(step, C))
+        stage = stage_to_multiply(step, ring, C)
         later = load_scales(scales, k + 2, C)
         added = ()
         for part in gl.static_range(PARTS):
