@@ -37,6 +37,9 @@ ROW_BYTES = 128
 GATHERED_LOAD = {1: 3, 2: 5}
 """The first bucket in which rows are gathered (more than 42 rows per expert, or 170), by bytes per
 number; tiles of 192 rows always are. Below it, a pass over the rows costs more than it saves."""
+FETCHED_ROWS = 1536
+"""Weight rows, for each byte per number, up to which rows are fetched inside the product. A wider
+product reads each row more often, which takes longer than gathering it once."""
 LEAST_COLUMNS = 65
 """Weight rows from which rows are gathered. A product with fewer, such as the rank of an adapter,
 takes less time than the pass over its rows."""
@@ -149,8 +152,8 @@ def tall_tiles(kernel: str, gemm: Gemm, block_m: int, device: Device) -> HopperT
     size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
     block_n = widths(kernel, block_m, size)[-1]
     by_load = size == 1 and block_m == 128 and load <= ON_DEMAND_LOAD
-    on_demand = by_load or block_m == TALL_ROW_TILE
-    group_m = GROUP_ON_DEMAND[size] if on_demand else 16 // size
+    on_demand = by_load or block_m == TALL_ROW_TILE or kernel == FETCH
+    group_m = GROUP_ON_DEMAND[size] if on_demand and kernel == PACKED else 16 // size
     tiles = HopperTiles(kernel, block_m, block_n, group_m, LEAST_STAGES, on_demand)
     return replace(tiles, num_stages=most_stages(tiles, device))
 

@@ -13,7 +13,7 @@ from sanitize import copied
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, gathered_rows
+from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, HopperTiles, gathered_rows
 from moe_ops.dispatch.tile_plan import unpack_plan
 from moe_ops.dispatch.tiles import one_row_tile
 from moe_ops.reference.slots import local_experts
@@ -202,12 +202,14 @@ def test_sums_of_integers_are_the_portable_kernels(scheme, kernel, tile, sizes, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("tile", [64, 128])
-@pytest.mark.parametrize("block_n", [128, 256])
+@pytest.mark.parametrize(
+    ("kernel", "tile", "block_n"),
+    [(PACKED, tile, block_n) for tile in (64, 128) for block_n in (128, 256)] + [(FETCH, 128, 256)],
+)
 @pytest.mark.parametrize(
     ("width", "activation"), [(704, "silu"), (672, "silu"), (640, "gelu"), (328, None)]
 )
-def test_every_packed_tile(scheme, tile, block_n, width, activation, launched):
+def test_every_tile_of_many_rows(scheme, kernel, tile, block_n, width, activation, launched):
     """Also those that are not the first choice; the last tile of a row is not whole."""
     kind, sizes = activation or "silu_no_mul", {"hidden_size": 400, "num_experts": 4, "top_k": 2}
     twins = Twins(
@@ -215,13 +217,13 @@ def test_every_packed_tile(scheme, tile, block_n, width, activation, launched):
         routing="holes", has_bias=True, **sizes,
     )  # fmt: skip
     plain = twins.run(activation, 2, portable_only=True)
-    config = HopperTiles(PACKED, tile, block_n, 3, 3, tile == 128)
+    config = HopperTiles(kernel, tile, block_n, 3, 3, tile == 128)
     if scheme == "fp8_block128" and width == 672:  # columns share scales by 32, not by 64
         with pytest.raises(ValueError, match="^config must be tiles of a kernel that takes"):
             twins.run(activation, 2, config=config)
         return
     fast = twins.run(activation, 2, config=config)
-    assert launched == ["packed"]
+    assert launched == ["packed" if kernel == PACKED else "fetched"]
     real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
     exact = twins.exact(activation, 2)[real.cpu()]
     assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
@@ -258,9 +260,11 @@ def test_layers_of_partial_groups_of_scales(tokens, hidden, width, activation, l
     stored = quantize_inputs(problem, make_inputs(problem))
     inputs, config = copied((stored.inputs, stored.config), "cuda")
     actual = call(moe_ops.fused_experts, problem, inputs, quant_config=config)
-    kernel = "packed" if tokens > 64 else "stream"
     both = (activation, width) != ("silu", 1440)
-    assert launched == ([] if tokens == 1 else [kernel] * (1 + both))
+    first, second = ("packed", "packed") if tokens > 64 else ("stream", "stream")
+    if tokens > 64 and width < 768:  # tiles of 128 rows of a narrow product
+        first = "fetched"
+    assert launched == ([] if tokens == 1 else [first] * both + [second])
     expected = reference_experts(problem, stored.inputs, stored.config)
     exact = bounded_oracle(problem, stored.exact, stored.config)
     assert_layer_matches(actual.cpu(), exact, expected)
@@ -276,7 +280,8 @@ def test_rows_quantized_as_they_are_packed(scheme, tile, launched):
     before = twins.run("silu", 2)
     twins.rows = twins.plain_rows
     now = twins.run("silu", 2)
-    assert torch.equal(now, before) and launched == ["packed"] * 2
+    stored = "fetched" if tile == 128 else "packed"
+    assert torch.equal(now, before) and launched == [stored, "packed"]
 
 
 @pytest.mark.gpu

@@ -21,10 +21,18 @@ from table_items import every_row  # noqa: E402
 from moe_ops.dispatch import GemmProblem  # noqa: E402
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.many_rows import GATHERED  # noqa: E402
-from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, widths  # noqa: E402
+from moe_ops.dispatch.hopper import (  # noqa: E402
+    FETCH,
+    FETCHED_ROWS,
+    PACKED,
+    HopperTiles,
+    most_stages,
+    widths,
+)
 from moe_ops.dispatch.row_tiles import HOPPER, INVARIANT
 from moe_ops.dispatch.tiles import Gemm, row_tile
 from moe_ops.kernels import expert_product
+from moe_ops.kernels._hopper import fetched as hopper_fetched
 from moe_ops.kernels._hopper import gathered as hopper_tile
 from moe_ops.kernels._hopper import gemm as hopper_gemm
 from moe_ops.kernels._hopper import stream as hopper_stream
@@ -37,7 +45,7 @@ H200 = Device(90, 232448, 132)
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(hopper_stream, hopper_tile)
+    aot.forget_kernels(hopper_stream, hopper_tile, hopper_fetched)
 
 
 def constants(kernel):
@@ -78,16 +86,20 @@ def test_a_layer(scheme, layer):
     packed = rows > (170 if wide else 42) or tile == 192
     assert len(kernels) + len(one) * stream == 2 * (stream or packed)
     # The first GEMM of an unquantized layer writes rows as the second reads them.
+    gate = 1 if activation == "relu2_no_mul" else 2
+    narrow = [n <= FETCHED_ROWS * (1 + wide) for n in (gate * width, hidden)]
+    fetched = [packed and tile == 128 and narrow[0], packed and tile == 128 and narrow[1] > wide]
     packs = [k for k in launched if k.metadata.name == "_pack_kernel"]
-    assert len(packs) == packed * (1 if wide else 2)
-    for kernel in kernels:
-        assert kernel.metadata.name == ("hopper_stream_kernel" if stream else "hopper_gemm_kernel")
+    assert len(packs) == packed * (1 if wide else 2) - sum(fetched)
+    for kernel, fetches in zip(kernels, fetched if packed else [False] * 2):
+        many = "hopper_fetch_kernel" if fetches else "hopper_gemm_kernel"
+        assert kernel.metadata.name == ("hopper_stream_kernel" if stream else many)
         used = aot.resources(kernel, 90)
         assert used["shared"] <= (HALF if stream else aot.SHARED_MEMORY[90]), used
         assert used["spilled"] == 0 and used["serialized"] == 0, used
         assert "wgmma.mma_async" in kernel.asm["ptx"]
         c = constants(kernel)
-        on_demand = tile == 192 or (not wide and tile == 128 and rows <= 682)
+        on_demand = fetches or tile == 192 or (not wide and tile == 128 and rows <= 682)
         assert c.ON_DEMAND is (packed and on_demand) and tile == c.BLOCK_M
 
 
@@ -119,7 +131,9 @@ def test_the_product_beside_its_activation(scheme, tokens, activation, spilled):
             call = (a, scale, w, None, tiles, TOP_K, scheme, torch.bfloat16, activation)
             expert_product.activated_product(*call, weight is None)
 
-    kernels = [k for k in aot.compile_launch(90, launch) if "gemm" in k.metadata.name]
+    products = ("gemm", "fetch")
+    launched = aot.compile_launch(90, launch)
+    kernels = [k for k in launched if any(name in k.metadata.name for name in products)]
     used = [aot.resources(k, 90)["spilled"] for k in kernels]
     assert len(used) == (1 if spilled is not None else 2)
     assert max(used) <= (spilled or 0)
@@ -173,9 +187,9 @@ PARTS = {("unquantized", 192): 2, ("fp8", 128): 2, ("int8", 128): 2}
 """Of a warp group's share of a tile of 256 columns."""
 
 
-def packed(block_m, block_n, on_demand):
-    """Tiles of the kernel that packs rows, with as many stages as fit."""
-    tiles = HopperTiles(PACKED, block_m, block_n, 8, 2, on_demand)
+def packed(block_m, block_n, on_demand, kernel=PACKED):
+    """Tiles of a kernel for many rows, with as many stages as fit."""
+    tiles = HopperTiles(kernel, block_m, block_n, 8, 2, on_demand)
     return replace(tiles, num_stages=most_stages(tiles, H200))
 
 
@@ -220,11 +234,28 @@ def test_every_packed_tile(scheme, tile, on_demand):
         check_packed(kernel, scheme, block_m, block_n, on_demand)
 
 
-def launch_ordered(activation, weights, ordered, config):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_fetching_tile(scheme):
+    """Rows come by copies of 16 bytes. 2880 and 2912 are no whole steps of 8 and of 16 bits."""
+    config = packed(128, 256, True, FETCH)
+    if scheme == "unquantized":
+        launch = launch_ordered("swigluoai", None, False, config, 2912)
+    else:
+        launch = launch_hopper_layer(scheme, 65536, "swigluoai", 2880, 1408, True, config)
+    kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
+    assert [k.metadata.name for k in kernels] == ["hopper_fetch_kernel"] * 2
+    for kernel in kernels:
+        check_packed(kernel, scheme, 128, 256, True)
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (\w+),", kernel.asm["ptx"])
+        assert copies.count("0x10") == 16  # and scales of block scales
+        assert copies.count("0x4") == len(copies) - 16 == 2 * (scheme == "fp8_block128")
+
+
+def launch_ordered(activation, weights, ordered, config, hidden=2048):
     """Two unquantized GEMMs, between which rows lie by slot or by expert, with routing weights."""
 
     def launch(empty):
-        tokens, (hidden, width) = 4096, (2048, 768)
+        tokens, width = 4096, 768
         ids = empty(tokens, TOP_K, dtype=torch.int32)
         first = empty(tokens, hidden), empty(EXPERTS, 2 * width, hidden), None
         second = empty(tokens * TOP_K, width), empty(EXPERTS, hidden, width), None

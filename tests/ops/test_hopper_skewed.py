@@ -16,7 +16,7 @@ from products import plain_product, scaled_product  # noqa: E402
 
 from moe_ops import ops
 from moe_ops.dispatch.device import device_facts
-from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, widths
+from moe_ops.dispatch.hopper import FETCH, PACKED, HopperTiles, most_stages, widths
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.testing import assert_matches_reference
@@ -28,10 +28,12 @@ from moe_ops.kernels import expert_product  # noqa: E402
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 COUNTS = (0, 1, 63, 64, 65, 128, 129, 191, 192, 193, 400, 0)
-PLAIN = (64, 128, False)
-"""Rows and columns of a tile, and whether it is taken on demand: all others give the same."""
-WAYS = [PLAIN, (64, 256, False), (128, 128, True)] + [
-    (rows, 256, on_demand) for rows in (128, 192) for on_demand in (False, True)
+PLAIN = (PACKED, 64, 128, False)
+"""The kernel, rows and columns of a tile, and whether it is taken on demand: all give the same."""
+WAYS = [PLAIN, (PACKED, 64, 256, False), (PACKED, 128, 128, True)] + [
+    (kernel, rows, 256, on_demand)
+    for kernel, rows in ((PACKED, 128), (PACKED, 192), (FETCH, 128))
+    for on_demand in (False, True)
 ]
 
 
@@ -43,13 +45,18 @@ def launched(monkeypatch):
 def ways(scheme):
     """Those that there are of a scheme's operands."""
     size = 2 if scheme == "unquantized" else 1
-    return [way for way in WAYS if way[1] in widths(PACKED, way[0], size)]
+    return [way for way in WAYS if way[2] in widths(*way[:2], size)]
+
+
+def names(used):
+    """The names under which the kernels of ways are launched."""
+    return ["fetched" if way[0] == FETCH else "packed" for way in used]
 
 
 def config_of(way, group_m=3):
     """The tiles of Hopper's kernel of many rows, with as many stages as fit."""
-    rows, columns, on_demand = way
-    tiles = HopperTiles(PACKED, rows, columns, group_m, 2, on_demand)
+    kernel, rows, columns, on_demand = way
+    tiles = HopperTiles(kernel, rows, columns, group_m, 2, on_demand)
     return replace(tiles, num_stages=most_stages(tiles, device_facts(torch.device(DEVICE))))
 
 
@@ -100,7 +107,7 @@ class Skewed:
         bias = self.biases[activation is None] if biased else None
         operands = self.operands[activation is None]
         top_k, config = self.top_k if activation else 1, way and config_of(way, group_m)
-        with row_tile(64 if way is None else way[0], portable_only=way is None):
+        with row_tile(64 if way is None else way[1], portable_only=way is None):
             tiles = self.tiles()
             if self.scheme != "unquantized":
                 rest = (None, bias, tiles, top_k, self.scheme, torch.bfloat16, activation or "")
@@ -146,7 +153,7 @@ def test_all_ways_give_the_same(scheme, activation, biased, local, launched):
         assert torch.equal(actual, expected), way
     actual = layer.run(way, activation, biased=biased, group_m=16)[layer.real]
     assert torch.equal(actual, expected)
-    assert launched == ["packed"] * (2 + len(ways(scheme)))
+    assert launched == ["packed", *names(ways(scheme)), *names(ways(scheme)[-1:])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,7 +168,7 @@ def test_routing_weights(dtype, activation, biased, launched):
     for way in ways("unquantized"):
         actual = layer.run(way, activation, weights, biased)[layer.real]
         assert torch.equal(actual, expected), way
-    assert launched == ["packed"] * (1 + len(ways("unquantized")))
+    assert launched == ["packed", *names(ways("unquantized"))]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -175,11 +182,11 @@ def test_expert_order(way, weighted, launched):
     slots = (expert >= 0).nonzero().flatten()
     slots = slots[expert[slots].argsort(stable=True)]
 
-    def gemm(*arguments):
-        with row_tile(way[0], portable_only=False):
+    def gemm(*arguments, config=config):
+        with row_tile(way[1], portable_only=False):
             return plain_product(expert_product, *arguments, config=config)
 
-    with row_tile(way[0], portable_only=False):
+    with row_tile(way[1], portable_only=False):
         tiles = layer.tiles()
     first = (x, w1, b1, weights, tiles, layer.top_k, "silu")
     by_slot, by_expert = gemm(*first), gemm(*first, True)
@@ -187,9 +194,10 @@ def test_expert_order(way, weighted, launched):
     by_expert[len(slots) :] = torch.nan
     second = (w2, b2, weights, tiles, 1, "")
     wanted = gemm(by_slot, *second)[slots]
-    actual = gemm(by_expert, *second, True)[slots]
+    gathering = config_of((PACKED, *way[1:]))  # reads permuted rows
+    actual = gemm(by_expert, *second, True, config=gathering)[slots]
     assert wanted.isfinite().all() and torch.equal(wanted, actual)
-    assert launched == ["packed"] * 4
+    assert launched == names([way] * 3) + ["packed"]
 
 
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_block128"])
@@ -212,7 +220,7 @@ def test_replay(scheme, launched):
             real = layer.real
             expected = layer.run(way, "silu", biased=False)
             assert out[real].isfinite().all() and torch.equal(out[real], expected[real]), way
-    assert set(launched) == {"packed"}
+    assert set(launched) == {"packed", "fetched"}
 
 
 def test_more_programs_than_tiles(launched):
@@ -221,6 +229,6 @@ def test_more_programs_than_tiles(launched):
     for tiles in (17, programs - 1, programs, programs + 1, 2 * programs + 1):
         layer = Skewed("unquantized", (100,) * tiles, hidden=128, width=128, top_k=1)
         expected = layer.run(PLAIN, "silu", biased=False)
-        for way in ((128, 256, True), (192, 256, True)):  # a tile an expert
+        for way in ((PACKED, 128, 256, True), (PACKED, 192, 256, True), (FETCH, 128, 256, True)):
             assert torch.equal(layer.run(way, "silu", biased=False), expected), (tiles, way)
-    assert set(launched) == {"packed"}
+    assert set(launched) == {"packed", "fetched"}

@@ -36,7 +36,7 @@ from moe_ops.activation import formula  # noqa: E402
 from moe_ops.dispatch.device import NO_GPU  # noqa: E402
 from moe_ops.dispatch.families import BY_NAME  # noqa: E402
 from moe_ops.dispatch.gemm_plan import plan_gemm  # noqa: E402
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles  # noqa: E402
+from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles  # noqa: E402
 from moe_ops.dispatch.hopper_decode import DECODE_SUM  # noqa: E402
 from moe_ops.kernels._gemm.operands import GemmOperands  # noqa: E402
 from moe_ops.kernels._gemm.run import launcher  # noqa: E402
@@ -50,7 +50,8 @@ from moe_ops.testing import Bounded, assert_matches_reference  # noqa: E402
 pytestmark = pytest.mark.kernel
 BF16 = torch.bfloat16
 TILES = (
-    (PACKED, 64, 128), (PACKED, 128, 256), (PACKED, 192, 256), (STREAM, 16, 64), (STREAM, 32, 128),
+    (PACKED, 64, 128), (PACKED, 128, 256), (PACKED, 192, 256), (FETCH, 128, 256), (STREAM, 16, 64),
+    (STREAM, 32, 128),
 )  # fmt: skip
 LAYOUTS = ("plain", "apart", "boxed")
 """Layouts that TMA can address."""
@@ -140,7 +141,7 @@ def halves_in_groups(name, activation, n):
 RULES = (
     (("tiles", "name"), served),
     (("tiles", "routing"), lambda tiles, routing: routing[:3] != "few" or tiles[0] == STREAM),
-    (("tiles", "on_demand"), lambda tiles, on: not on or tiles[0] == PACKED),
+    (("tiles", "on_demand"), lambda tiles, on: not on or tiles[0] != STREAM),
     (("name", "weighted"), lambda name, weighted: not weighted or name == "unquantized"),
     (
         ("name", "activation", "n"),

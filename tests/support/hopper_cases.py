@@ -7,8 +7,8 @@ SCHEMES = (
 CASES = [
     ("packed", 64, {"num_tokens": 700, "num_experts": 4, "top_k": 2}),
     ("packed", 64, {"num_tokens": 700, "num_experts": 4, "top_k": 2, "routing": "holes"}),
-    ("packed", 128, {"num_tokens": 1200, "num_experts": 4, "top_k": 2, "routing": "one_expert"}),
-    ("packed", 128, {"num_tokens": 1201, "num_experts": 4, "top_k": 2, "routing": "skewed"}),
+    ("fetched", 128, {"num_tokens": 1200, "num_experts": 4, "top_k": 2, "routing": "one_expert"}),
+    ("fetched", 128, {"num_tokens": 1201, "num_experts": 4, "top_k": 2, "routing": "skewed"}),
     ("stream", 16, {"num_tokens": 1, "num_experts": 8, "top_k": 4}),
     ("stream", 16, {"num_tokens": 9, "num_experts": 4, "top_k": 2, "routing": "holes"}),
     ("stream", 16, {"num_tokens": 40, "num_experts": 8, "top_k": 2, "routing": "one_expert"}),

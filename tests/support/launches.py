@@ -39,7 +39,8 @@ def launched_hopper_kernels(monkeypatch):
     names, run = [], hopper_gemm.HopperGemm.__call__
 
     def counted(self, *arguments):
-        names.append("packed" if self.gathered else "stream")
+        fetches = self.constants.FETCHES
+        names.append("packed" if self.gathered else "fetched" if fetches else "stream")
         return run(self, *arguments)
 
     monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", counted)

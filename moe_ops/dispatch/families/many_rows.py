@@ -19,6 +19,7 @@ from moe_ops.dispatch.families.base import (
 )
 from moe_ops.dispatch.hopper import (
     FETCH,
+    FETCHED_ROWS,
     GATHERED_LOAD,
     LEAST_COLUMNS,
     LEAST_STAGES,
@@ -219,6 +220,8 @@ FETCHED = Persistent(
         Condition("experts must have more rows for wide tiles to pay", _many),
         Condition("rows must not be quantized while they are gathered",
                   lambda problem, _: problem.rows == STORED),
+        Condition(f"at most {FETCHED_ROWS} weight rows a byte must read each row",
+                  lambda p, _: p.weight[1] <= FETCHED_ROWS * p.gemm.itemsize),
     ),
     fetches=True,
     keeps_product=_has_one_sum,

@@ -138,7 +138,8 @@ def finish_and_store(
     """
     COLS: gl.constexpr = acc.shape[1]
     FEW: gl.constexpr = 32 if C.GROUPS == 3 else 64
-    if COLS > FEW and (to[1] is not None or (C.GROUPS == 3 and bias is not None)):
+    TIGHT: gl.constexpr = C.GROUPS == 3 or (C.FETCHES and C.ITEMSIZE == 1)
+    if COLS > FEW and (to[1] is not None or (TIGHT and bias is not None)):
         left, right = acc.reshape((acc.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
         THEN: gl.constexpr = COLS * C.OUT_N // C.BLOCK_N // 2
         finish_and_store(left, bias, row_scale, expert, first, v, to, row, num_slots, C)
