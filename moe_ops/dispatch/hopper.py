@@ -80,11 +80,6 @@ class HopperTiles:
     """CTAs per SM for which a persistent kernel sets registers and shared memory aside."""
 
     @property
-    def gathered(self) -> bool:
-        """Whether rows are gathered before the GEMM."""
-        return self.kernel == PACKED
-
-    @property
     def alone(self) -> bool:
         """Whether a CTA has an SM to itself."""
         return self.kernel in (PACKED, FETCH)

@@ -116,7 +116,8 @@ def layer_operands(
     """The operands of a layer's GEMM: contiguous, aligned, on one GPU.
 
     Rows are quantized before the GEMM if all rows decide their scale, if they are grouped by
-    expert, or if a kernel for a plain weight dequantizes them.
+    expert, or if a kernel for a plain weight dequantizes them. Between two unquantized GEMMs they
+    are in expert order.
 
     Args:
         weight: ``(E, rows, K)`` of the weight, in numbers.
@@ -141,6 +142,7 @@ def layer_operands(
         top_k=top_k,
         num_tokens=num_tokens,
         summed=second and (fragments or sums_one_token(scheme)),
+        expert_order=scheme.weight is None and (activation != "" or top_k == 1),
     )
 
 

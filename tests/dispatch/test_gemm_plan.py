@@ -16,7 +16,7 @@ from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
 from moe_ops.dispatch.families import BY_NAME, FAMILIES, blackwell, portable
 from moe_ops.dispatch.families.base import BOXES
 from moe_ops.dispatch.gemm_plan import passed_over
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles
+from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
 from moe_ops.dispatch.problem import EACH, STORED, without_sum
 from moe_ops.dispatch.row_tiles import rule_of
@@ -124,6 +124,29 @@ def test_who_quantizes():
         "scales of quantized rows",
     ]
     assert portable.scratch[0].nbytes == 4096 * H  # a row for each token, a byte for each number
+
+
+def test_who_fetches_rows():
+    """A narrow product, aligned rows in the order of tokens; shared rows are quantized before."""
+    dense, second = problems("unquantized", 2048)
+    assert plan_gemm(dense, HOPPER).kernel == FETCH and not plan_gemm(dense, HOPPER).gathered_rows
+    wide = dense._replace(sizes=dense.sizes._replace(n=1544))
+    for other in (dense._replace(aligned=False), dense._replace(permuted="a"), wide):
+        assert plan_gemm(other, HOPPER).kernel == PACKED
+    narrow, wide = (p._replace(sizes=p.sizes._replace(n=n))
+                    for p, n in zip(problems("fp8_channel", 2048)[:1] * 2, (768, 776)))
+    for problem, kernel in ((narrow, FETCH), (wide, PACKED)):
+        plan = plan_gemm(problem, HOPPER)
+        assert (plan.kernel, problem.rows, plan.quantizes_rows) == (kernel, EACH, False)
+        assert plan.scratch[0] == ("quantized rows", 2048 * H)
+    _, slots = problems("fp8_channel", 2048)
+    slots = slots._replace(sizes=slots.sizes._replace(n=768))
+    plan = plan_gemm(slots, HOPPER)
+    assert plan.kernel == PACKED and plan.quantizes_rows
+    assert [buffer.name for buffer in plan.scratch][-2:] == [
+        "gathered rows",
+        "scales of gathered rows",
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a8_g128", "mxfp4_w4a8_token"])
@@ -238,7 +261,7 @@ def test_families():
     """Names and launchers are there; the plan's family takes the GEMM, those before it do not."""
     assert len({family.kernel for family in FAMILIES}) == len(FAMILIES) == len(BY_NAME)
     wrong, seen = [], set()
-    for name, facts, tokens in product(sorted(moe_ops.SCHEMES), FACTS.values(), (1, 2, 64, 4096)):
+    for name, facts, tokens in product(sorted(moe_ops.SCHEMES), FACTS.values(), (1, 2, 64, 2048)):
         for packed in (False, packs(moe_ops.get_scheme(name), 2 * I, H)):
             for problem in problems(name, tokens, facts, packed=packed):
                 try:
@@ -267,12 +290,13 @@ def test_what_was_passed_over():
     assert dict(passed_over(first, HOPPER)) == {
         TOKEN: "the routing must be of one token, got 64",
         SLOT: "slots must be so few that each is a tile, got 256",
+        FETCH: "hopper_fetch must have tiles of 16 rows",
         PACKED: "hopper_packed must have tiles of 16 rows",
     }
-    assert dict(passed_over(second, HOPPER)).keys() == {SLOT, PACKED}
+    assert dict(passed_over(second, HOPPER)).keys() == {SLOT, FETCH, PACKED}
     apart = problems("unquantized", 1)[1]._replace(boxes=False)
     assert dict(passed_over(apart, HOPPER)) == dict.fromkeys(
-        (TOKEN_SUM, PACKED, STREAM), BOXES.must
+        (TOKEN_SUM, FETCH, PACKED, STREAM), BOXES.must
     )
     (packed, _), refused = problems("mxfp4_w4a16", 64, packed=True), FACTS["sm_80"]
     assert dict(passed_over(packed, HOPPER)) == {

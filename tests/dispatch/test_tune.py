@@ -13,7 +13,7 @@ from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.families.many_rows import GATHERED_GROUPS
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, widths
+from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, HopperTiles, most_stages, widths
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import row_tile
 from moe_ops.dispatch.tuned_file import parse
@@ -92,7 +92,7 @@ def test_hoppers_kernels_are_tried_where_they_serve():
     assert tried(512, 64) == [None, PACKED, STREAM]
     assert tried(1, 16) == [STREAM, None]
     assert tried(1, 64) == [None, STREAM]  # there is no plan to pack by
-    assert tried(4096, 128, "unquantized") == [PACKED, None]
+    assert tried(4096, 128, "unquantized") == [FETCH, PACKED, None]
     assert tried(4096, 192, "unquantized") == [PACKED]  # the others take powers of two
     assert tried(64, 16, "unquantized") == [None]
     assert tried(4096, 64, "int8_channel") == [PACKED, None, STREAM]

@@ -264,7 +264,7 @@ def test_a_file_of_another_gpu(installed):
         (many(), 32, "kernel must be one that has mxfp4_w4a16 in tiles of 32 rows"),
         (many(CTAS=2), 64, "CTAS must be among (1,), got 2"),
         (own(DECODE_MANY, 128), 64, "BLOCK_N must be among (256,), got 128"),
-        (own(DECODE_SUM), 16, "kernel must be among ('hopper_packed', 'hopper_stream', 'hopper_d"),
+        (own(DECODE_SUM), 16, "kernel must be among ('hopper_fetch', 'hopper_packed', 'hopper_st"),
     ],
 )
 def test_refused_content(tiles, rows, why):

@@ -81,8 +81,8 @@ def changed(path, value):
         (["\u0664"], {}, "a key must be top_k or a token count, got '\u0664'"),
         (["04"], {}, "a key must be top_k or a token count, got '04'"),
         (["9" * 5000], {}, "a key must be top_k or a token count, got '999"),
-        (["4", "gemm1"], own("cutlass"), "4.gemm1.kernel must be among ('hopper_packed', 'hopper_"),
-        (["4", "gemm1"], own(["x"]), "4.gemm1.kernel must be among ('hopper_packed', 'hopper_"),
+        (["4", "gemm1"], own("cutlass"), "4.gemm1.kernel must be among ('hopper_fetch', 'hopper_p"),
+        (["4", "gemm1"], own(["x"]), "4.gemm1.kernel must be among ('hopper_fetch', 'hopper_p"),
         (
             ["4", "gemm1"],
             own(),

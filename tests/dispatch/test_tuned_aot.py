@@ -145,8 +145,8 @@ def check(kernel, tiles, gpu):
         assert used["shared"] + 1024 <= (gpu.shared_memory + 1024) // tiles.ctas, tiles
         assert used["spilled"] == 0 and used["serialized"] == 0, tiles
     elif isinstance(tiles, HopperTiles):
-        assert made.name == f"hopper_{'gemm' if tiles.gathered else 'stream'}_kernel"
-        assert used["shared"] <= (gpu.shared_memory if tiles.gathered else HALF), tiles
+        assert made.name == f"hopper_{'gemm' if tiles.alone else 'stream'}_kernel"
+        assert used["shared"] <= (gpu.shared_memory if tiles.alone else HALF), tiles
         assert used["spilled"] == 0 and used["serialized"] == 0, tiles
     else:
         assert (made.num_warps, made.num_stages) == (tiles.num_warps, tiles.num_stages)

@@ -13,7 +13,7 @@ import aot  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import moe_ops  # noqa: E402
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
+from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
 from moe_ops.inspect.devices import TARGETS  # noqa: E402
@@ -78,6 +78,7 @@ def launched(layer, target, mode):
         for c in constants.values():
             kernel = GEMM_KERNELS.get(name)
             if isinstance(c, Constants):
+                kernel = FETCH if c.FETCHES else kernel
                 tiles = (c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, c.ON_DEMAND)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
             elif isinstance(c, dequantized_gemm.Constants) and kernel is not None:

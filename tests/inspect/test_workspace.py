@@ -54,20 +54,21 @@ def test_quantized_by_hand():
 
 
 def test_packed_by_hand():
-    """Hopper's kernels of many rows copy the rows of a GEMM before they multiply.
+    """Hopper's kernels of many rows copy the rows of a wide GEMM before they multiply.
 
     Those between the GEMMs lie by expert already, or are quantized on the way.
     """
     tokens, width, sizes = 512, 256, (512, H, 256, E, K, BF16)
     slots = tokens * K
     h, y, out = 2 * slots * width, 2 * slots * H, 2 * tokens * H
-    rows = slots + 127 * E
     least = max(nbytes(h, y), nbytes(y, out))
-    most = max(nbytes(h, 2 * rows * H), least)
     assert moe_ops.workspace_nbytes(*sizes, device="cpu") == plan(slots) + least
     assert moe_ops.workspace_nbytes(*sizes, device="sm_80") == plan(slots) + least
     # Plans that may have tiles of 192 rows are longer.
-    assert moe_ops.workspace_nbytes(*sizes, device="sm_90") == plan(slots, 192) + most
+    assert moe_ops.workspace_nbytes(*sizes, device="sm_90") == plan(slots, 192) + least
+    wide = nbytes(2 * slots * 1600, 2 * (slots + 127 * E) * H)
+    found = moe_ops.workspace_nbytes(tokens, H, 1600, E, K, BF16, device="sm_90")
+    assert found == plan(slots, 192) + wide
     # Batch-invariant plans are the other kernel's.
     mode = {"batch_invariant": True}
     one_tile = [moe_ops.workspace_nbytes(*sizes, device=d, **mode) for d in ("cpu", "sm_90")]

@@ -52,17 +52,21 @@ def synchronization(kernel):
 
 PINNED = {
     # The fence of barriers that were set up. An fp8 product is waited for at once, in two parts by
-    # each of two warp groups: nothing may read its registers before.
+    # each of two warp groups: nothing may read its registers before. The first GEMM fetches rows:
+    # each warp group has a fence before WGMMA reads through the async proxy what threads wrote.
     "packed fp8": [
-        {"fence": 1, "products left": {0: 4}, "wait": 12, "arrive": 11, "expect": 2, "turn": 1},
+        {"fence": 3, "products left": {0: 4}, "wait": 15, "arrive": 13, "expect": 1,
+         "copies arrive": 1, "turn": 1},
         {"fence": 1, "products left": {0: 4}, "wait": 17, "arrive": 16, "expect": 2, "turn": 1},
     ],
     # Each warp group leaves one product under way, so that a stage is released once the next one's
     # product has begun, and waits for all of a tile's at its end.
     "packed dense": [
+        {"fence": 3, "products left": {0: 2, 1: 2}, "wait": 15, "arrive": 15, "expect": 1,
+         "copies arrive": 1, "turn": 1},
         {"fence": 1, "products left": {0: 2, 1: 2}, "wait": 12, "arrive": 13, "expect": 2,
-         "turn": 1}
-    ] * 2,
+         "turn": 1},
+    ],
     # A second fence: threads write the rows that WGMMA reads through the async proxy.
     "stream": [
         {"fence": 2, "products left": {0: 1}, "wait": 2, "arrive": 1, "expect": 1,

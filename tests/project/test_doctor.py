@@ -124,7 +124,7 @@ def test_kernels_that_serve(device):
     assert all(isinstance(k, str) or len(k) == len(doctor.LOADS) for k in found.values())
     fp8 = found["fp8_block128"]
     assert "does not run on sm_80" in fp8 if device == "sm_80" else isinstance(fp8, list)
-    assert ("hopper_packed" in found["unquantized"]) is (device == "sm_90")
+    assert ("hopper_fetch + hopper_packed" in found["unquantized"]) is (device == "sm_90")
     assert ("block_scaled" in found["mxfp8"]) is (device == "sm_100")
 
 

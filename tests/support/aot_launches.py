@@ -153,7 +153,7 @@ def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias, con
 
 
 def launch_unquantized(scheme):
-    """A GEMM of many rows that are not quantized yet."""
+    """A GEMM of many rows that are not quantized yet, one for each slot."""
 
     def launch(empty):
         ids = empty(4096, 4, dtype=torch.int32)
@@ -162,8 +162,9 @@ def launch_unquantized(scheme):
         w_scale = empty(*weight.weight_scale_shape(64, 512, 2048), dtype=torch.float32)
         given = empty(1, dtype=torch.float32) if "static" in scheme else None
         with row_tile(64, portable_only=False):
-            rest = (slot_plan(ids, 64, scheme), 4, scheme, torch.bfloat16)
-            scaled_product(expert_product, empty(4096, 2048), given, w, w_scale, None, None, *rest)
+            rest = (slot_plan(ids, 64, scheme), 1, scheme, torch.bfloat16)
+            x = empty(4 * 4096, 2048)
+            scaled_product(expert_product, x, given, w, w_scale, None, None, *rest)
 
     return launch
 

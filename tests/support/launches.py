@@ -40,7 +40,7 @@ def launched_hopper_kernels(monkeypatch):
 
     def counted(self, *arguments):
         fetches = self.constants.FETCHES
-        names.append("packed" if self.gathered else "fetched" if fetches else "stream")
+        names.append("fetched" if fetches else "packed" if self.alone else "stream")
         return run(self, *arguments)
 
     monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", counted)

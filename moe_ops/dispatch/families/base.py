@@ -79,8 +79,12 @@ class Family:
 
     def plan(self, problem: GemmProblem, tiles: Any, source: str) -> GemmPlan:
         """The plan of a GEMM with these tiles."""
-        quantizes = problem.rows in self.quantizes
+        quantizes = self.quantizes_rows(problem)
         return GemmPlan(self.kernel, tiles, quantizes, 0, self.buffers(problem), source)
+
+    def quantizes_rows(self, problem: GemmProblem) -> bool:
+        """Whether the kernel, or the pass that gathers its rows, quantizes them."""
+        return problem.rows in self.quantizes
 
     def has(self, tiles: KernelTiles) -> bool:
         """Whether set or tuned tiles are a config of the family; False if tiles are fixed."""

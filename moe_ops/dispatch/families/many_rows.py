@@ -39,7 +39,7 @@ from moe_ops.dispatch.hopper import (
     widths,
 )
 from moe_ops.dispatch.plan import BufferSpec, GemmPlan, quantized_rows, rows_of
-from moe_ops.dispatch.problem import EACH, STORED, GemmProblem
+from moe_ops.dispatch.problem import EACH, GemmProblem
 from moe_ops.dispatch.tiles import TALL_ROW_TILE, load_class
 from moe_ops.scheme import Scheme, get_scheme
 
@@ -123,6 +123,11 @@ class Persistent(Tunable):
         whole = size in ("block_n", "ctas")
         return [self.in_stages(t, problem, device) for t in others] if whole else others
 
+    def quantizes_rows(self, problem: GemmProblem) -> bool:
+        """Not if slots share a row, which is quantized once, before it is gathered for each."""
+        shared = self.gathers and not self.fragments and problem.top_k > 1
+        return super().quantizes_rows(problem) and not shared
+
     def plan(self, problem: GemmProblem, tiles: HopperTiles, source: str) -> GemmPlan:
         """With the counter of a dynamic schedule and, if rows are gathered first, their buffers."""
         plan, sizes = super().plan(problem, tiles, source), problem.sizes
@@ -186,6 +191,11 @@ def _has_one_sum(problem: GemmProblem) -> bool:
     return problem.quant is None or problem.quant.shared_cols is None
 
 
+def _of_slots(problem: GemmProblem) -> bool:
+    """Whether each slot has a row of its own, which is not quantized yet."""
+    return problem.rows == EACH and problem.top_k == 1
+
+
 LAUNCHER = "_hopper.gemm:HopperGemm"
 GATHERED = Persistent(
     PACKED,
@@ -203,7 +213,7 @@ GATHERED = Persistent(
     quantizes=(EACH,),
     gathers=True,
     keeps_product=_has_one_sum,
-    buffers=lambda problem: () if problem.rows == EACH else quantized_rows(problem),
+    buffers=lambda problem: () if _of_slots(problem) else quantized_rows(problem),
 )
 """The kernel for many rows, which are gathered in the order of the plan."""
 FETCHED = Persistent(
@@ -219,7 +229,7 @@ FETCHED = Persistent(
     preferred=(
         Condition("experts must have more rows for wide tiles to pay", _many),
         Condition("rows must not be quantized while they are gathered",
-                  lambda problem, _: problem.rows == STORED),
+                  lambda problem, _: not _of_slots(problem)),
         Condition(f"at most {FETCHED_ROWS} weight rows a byte must read each row",
                   lambda p, _: p.weight[1] <= FETCHED_ROWS * p.gemm.itemsize),
     ),

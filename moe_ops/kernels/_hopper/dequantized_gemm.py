@@ -118,7 +118,7 @@ class Constants(TiledLayout):
 
     @cached_property
     def many(self) -> Launch:
-        """The launch of the kernel for many rows; without PDL, see `gemm.Constants.gathered`."""
+        """The launch of the kernel for many rows; without PDL, see `gemm.Constants.many`."""
         return Launch(hopper_decode_many_kernel, C=self, num_warps=4, launch_pdl=False)
 
     @cached_property

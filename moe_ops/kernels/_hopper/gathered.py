@@ -6,7 +6,8 @@ to their slots. The kernel is bound by L2 bandwidth: tiles are as tall as regist
 a dynamic schedule boxes of 64 padding rows are neither copied nor multiplied.
 
 The rows of the first operand are gathered and padded (`pack`), so that 64 of them are one TMA box;
-or they are permuted rows without padding, and the last rows of a tile are not stored. If the
+or they are permuted rows without padding, and the last rows of a tile are not stored; or two more
+warps fetch them where they lie (`fetched`). If the
 activation has a gate, a weight box alternates 8 gate rows with their 8 up rows: a thread then holds
 both elements of each pair, and the activation needs no data exchange.
 
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from moe_ops.kernels._gemm.epilogue import activate_rows
 from moe_ops.kernels._gemm.tile import COUNTED
 from moe_ops.kernels._hopper.epilogue import RUN, finish_product, load_scales, weight_rows
+from moe_ops.kernels._hopper.fetched import WARPS, fetch_rows
 from moe_ops.kernels._hopper.find import plan_arguments
 from moe_ops.kernels._hopper.memory import load_box
 from moe_ops.kernels._hopper.products import (
@@ -39,7 +41,7 @@ from moe_ops.kernels._runtime.slots import HEADER
 def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
     """The copying warp: copy every tile of both operands, in the order of the products.
 
-    ``a_desc``: None if other warps copy the rows and their scales.
+    ``a_desc``, ``scale_desc``: None if other warps copy the rows and their scales.
     """
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     BOX_BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * BOX_ROWS
@@ -228,23 +230,27 @@ def multiply(to, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
-    out, product, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
+    out, product, a, stride_am, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written.
 
-    ``product``: the result before f, in slot order, or None.
+    ``product``: the result before f, in slot order, or None. ``a``: rows that are fetched, or else
+    ``a_desc`` and ``scale_desc``: rows that are gathered or permuted, and their scales of each step
+    along K, if there are any.
     """
     STAGES: gl.constexpr = C.STAGES
-    boxes: gl.constexpr = [STAGES * (C.BLOCK_M // BOX_ROWS)]
-    rows = gl.allocate_shared_memory(a_desc.dtype, boxes + a_desc.block_shape, a_desc.layout)
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8 * C.ITEMSIZE, rank=2)
+    boxes: gl.constexpr = [STAGES * (C.BLOCK_M // BOX_ROWS), BOX_ROWS, C.BLOCK_K]
+    rows = gl.allocate_shared_memory(w_desc.dtype, boxes, SWIZZLED)
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     scales = None
     if C.SCALE_COLS is not None:
-        shape: gl.constexpr = [STAGES] + scale_desc.block_shape
-        scales = gl.allocate_shared_memory(gl.float32, shape, scale_desc.layout)
-    barriers = make_barriers(STAGES, 1, C.GROUPS)
-    queue = make_queue(C.GROUPS + 1)
+        FLAT: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
+        scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, C.BLOCK_M], FLAT)
+    FETCHING: gl.constexpr = 32 * WARPS if C.FETCHES else 0
+    barriers = make_barriers(STAGES, 1 + FETCHING, C.GROUPS)
+    queue = make_queue(C.GROUPS + 1 + C.FETCHES, C.BLOCK_M if C.FETCHES else 0)
     fence_async_shared()
     ring = Ring(rows, weights, scales, None, *barriers)
     take_turn(LONG=True)
@@ -252,7 +258,19 @@ def hopper_gemm_kernel(
     v = plan_arguments(
         scales, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C
     )  # fmt: skip
-    if C.GROUPS == 3:
+    if C.FETCHES:
+        gl.warp_specialize(
+            [
+                (multiply, (to, bias, ring, queue, v, 0, C)),
+                (multiply, (to, bias, ring, queue, v, 1, C)),
+                (fetch_rows, (a, stride_am, ring, queue, v, C)),
+                (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
+                (schedule, (queue, counter, v, C)),
+            ],
+            [4, WARPS, 1, 1],
+            [224, 56, 56, 56],
+        )
+    elif C.GROUPS == 3:
         gl.warp_specialize(
             [
                 (multiply, (to, bias, ring, queue, v, 0, C)),

@@ -17,7 +17,6 @@ from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.fetched import hopper_fetch_kernel
 from moe_ops.kernels._hopper.gathered import hopper_gemm_kernel
 from moe_ops.kernels._hopper.layout import StoredLayout, TiledLayout, stored_layout
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
@@ -59,18 +58,13 @@ class Constants(StoredLayout, TiledLayout):
     """Rows of a part of a tile: see `schedule`."""
 
     @cached_property
-    def gathered(self) -> Launch:
-        """The launch of the kernel for gathered rows.
+    def many(self) -> Launch:
+        """The launch of the kernel for many rows.
 
         Without programmatic dependent launch, as for the kernels that gather rows: starting CTAs
         before the previous kernel ended took up to a sixth longer.
         """
         return Launch(hopper_gemm_kernel, C=self, num_warps=4, launch_pdl=False)
-
-    @cached_property
-    def fetched(self) -> Launch:
-        """The launch of the kernel that fetches rows, started like `gathered`."""
-        return Launch(hopper_fetch_kernel, C=self, num_warps=4, launch_pdl=False)
 
     @cached_property
     def stream(self) -> Launch:
@@ -154,7 +148,7 @@ class HopperGemm:
             sizes.n, sizes.k, problem.top_k, problem.rule, problem.weight_rows, rows, tiles,
             problem.permuted,
         )  # fmt: skip
-        self.gathered, self.num_rows = tiles.gathered, plan.gathered_rows
+        self.alone, self.num_rows = tiles.alone, plan.gathered_rows
         self.quant = quant if plan.quantizes_rows else None
         """How rows are quantized while they are packed; None if they are not."""
 
@@ -164,14 +158,12 @@ class HopperGemm:
         scales = operands.topk_weights if self.constants.WEIGHTED else operands.a_scale
         vectors = dense(scales), dense(operands.weight.scale), dense(operands.weight.bias)
         to, a, w = (out, operands.product), operands.a, operands.weight.data
-        if self.gathered:
-            self._gather_and_run(to, a, w, vectors, told)
-        elif self.constants.FETCHES:
-            self._fetch(to, a, w, vectors, told)
+        if self.alone:
+            self._multiply(to, a, w, vectors, told)
         else:
             self._stream(out, a, w, vectors, told)
 
-    def _gather_and_run(
+    def _multiply(
         self,
         to: tuple[Tensor, Tensor | None],
         a: Tensor,
@@ -179,39 +171,32 @@ class HopperGemm:
         vectors: Vectors,
         told: tuple[Any, ...],
     ) -> None:
-        """Gather the rows unless they are permuted already, then launch one program per SM."""
+        """Launch one program per SM, after the rows were gathered if they must be."""
         (out, product), c, (a_scale, w_scale, bias) = to, self.constants, vectors
         plan, _, num_slots, *_ = told
-        num_rows, top_k = self.num_rows, c.TOP_K
-        if c.ORDERED == "a":
-            rows, scales = a, a_scale
-        elif c.WEIGHTED:
-            rows, _ = pack_rows(a, None, plan, num_slots, num_rows, top_k)
-            scales = a_scale
-        elif self.quant is None:
-            rows, scales = pack_rows(a, a_scale, plan, num_slots, num_rows, top_k)
-        else:
-            rows, scales = quantize_rows(a, a_scale, self.quant, plan, num_slots, num_rows, top_k)
-        c.gathered(
-            (device_facts(out.device).processors,), out, product, c.rows.of(rows), c.weights.of(w),
-            None if c.SCALE_COLS is None else c.row_scales.of(scales), bias, scales, w_scale,
+        stride, boxes, scale_boxes = a.stride(0), None, None
+        if not c.FETCHES:
+            rows, a_scale = self._in_boxes(a, a_scale, plan, num_slots)
+            boxes, a, stride = c.rows.of(rows), None, None
+            scale_boxes = None if c.SCALE_COLS is None else c.row_scales.of(a_scale)
+        c.many(
+            (device_facts(out.device).processors,), out, product, a, stride, boxes,
+            c.weights.of(w), scale_boxes, bias, a_scale, w_scale,
             plan.new_zeros(1) if c.ON_DEMAND else None, *told,
         )  # fmt: skip
 
-    def _fetch(
-        self,
-        to: tuple[Tensor, Tensor | None],
-        a: Tensor,
-        w: Tensor,
-        vectors: Vectors,
-        told: tuple[Any, ...],
-    ) -> None:
-        """Launch one program per SM, which fetches rows itself."""
-        (out, product), c, (a_scale, w_scale, bias) = to, self.constants, vectors
-        c.fetched(
-            (device_facts(out.device).processors,), out, product, a, a.stride(0), c.weights.of(w),
-            bias, a_scale, w_scale, told[0].new_zeros(1) if c.ON_DEMAND else None, *told,
-        )  # fmt: skip
+    def _in_boxes(
+        self, a: Tensor, a_scale: Tensor | None, plan: Tensor, num_slots: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gather rows and their scales, unless the rows are permuted already."""
+        c, num_rows = self.constants, self.num_rows
+        if c.ORDERED == "a":
+            return a, a_scale
+        if c.WEIGHTED:
+            return pack_rows(a, None, plan, num_slots, num_rows, c.TOP_K)[0], a_scale
+        if self.quant is None:
+            return pack_rows(a, a_scale, plan, num_slots, num_rows, c.TOP_K)
+        return quantize_rows(a, a_scale, self.quant, plan, num_slots, num_rows, c.TOP_K)
 
     def _stream(
         self, out: Tensor, a: Tensor, w: Tensor, vectors: Vectors, told: tuple[Any, ...]

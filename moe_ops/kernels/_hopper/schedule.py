@@ -118,7 +118,7 @@ def schedule(queue, counter, v, C: gl.constexpr):
 
 @gluon.jit
 def read_tile(queue, number, WARPS: gl.constexpr):
-    """Wait for the next tile and read it; nothing is published until `release` is called."""
+    """Wait for the next tile and read it; no other is published until `tile_read` is called."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(queue.full, number & 1)
     fields = ()
@@ -128,7 +128,7 @@ def read_tile(queue, number, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def release(queue):
+def tile_read(queue):
     """Let the next tile be published, once all threads of this reader have read this one."""
     wait_for_group()
     mbarrier.arrive(queue.empty)
@@ -138,5 +138,5 @@ def release(queue):
 def hear(queue, number, WARPS: gl.constexpr):
     """Read the next tile: row, column, expert, first permuted row, number of parts."""
     fields = read_tile(queue, number, WARPS)
-    release(queue)
+    tile_read(queue)
     return fields
