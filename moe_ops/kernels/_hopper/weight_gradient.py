@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels._gemm.tile import map_tile
-from moe_ops.kernels._hopper.gathered import store_rows
 from moe_ops.kernels._hopper.memory import load_rows
 from moe_ops.kernels._hopper.ring import (
     Ring,
@@ -151,6 +150,23 @@ def copy_tiles(dy, x, boxes, ring, v, C: gl.constexpr):
 
 
 @gluon.jit
+def store_tile(out, acc, row, first, C: gl.constexpr):
+    """Store sums to row ``row`` and column ``first`` on: lanes exchange them for 16 bytes each."""
+    WIDE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [BOX, C.BLOCK_K],
+    )
+    n = row + gl.arange(0, BOX, layout=gl.SliceLayout(1, WIDE))
+    k = first + gl.arange(0, C.BLOCK_K, layout=gl.SliceLayout(0, WIDE))
+    at = out + n[:, None] * C.K + k[None, :]
+    value = gl.convert_layout(acc.to(out.dtype.element_ty), WIDE)
+    gl.store(at, value, mask=(n < C.N)[:, None] & (k < C.K)[None, :])
+
+
+@gluon.jit
 def multiply(out, box, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: compute and store 64 rows of every tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_K, 16])
@@ -173,8 +189,7 @@ def multiply(out, box, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
         acc = warpgroup_mma_wait(0, [acc])
         if steps > 0:
             mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
-        row = n + GROUP * BOX + gl.arange(0, BOX, layout=gl.SliceLayout(1, LAYOUT))
-        store_rows(out + expert.to(gl.int64) * (C.N * C.K), acc, row, k, C.N, C.K, C.K)
+        store_tile(out + expert.to(gl.int64) * (C.N * C.K), acc, n + GROUP * BOX, k, C)
         steps = soon + 0
 
 
