@@ -95,6 +95,7 @@ def test_any_plan():
         (True, {"tile": 192}),
         (False, {"dtype": F32, "other": F32}),
         (False, {"other": F32}),
+        (False, {"other": F16}),
         (False, {"tile": 32}),
         (False, {"tile": 96}),
         (False, {"n": 120}),
