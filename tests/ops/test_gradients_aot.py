@@ -1,7 +1,5 @@
 """Kernels of the backward pass, compiled without a GPU."""
 
-import re
-
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -66,10 +64,11 @@ def test_weight_gradients_on_hopper(tile, dtype, n, k, out_dtype):
     for kernel in kernels[1::2]:
         code = aot.disassembled(kernel)
         assert aot.resources(kernel, 90)["spilled"] == 0
-        assert not re.search(r"\b(LDL|STL)\b", code)
-        assert re.findall(r"LDGSTS\.\S*", code) == ["LDGSTS.E.BYPASS.128"] * 24  # 48 KB a stage
-        assert len(re.findall(r"HGMMA.64x256x16\S* .*tnspA.tnspB", code)) == 2 * 4
-        assert set(re.findall(r"STG\S*", code)) == {"STG.E.128"}
+        assert "LDL" not in code and "STL" not in code
+        copies = code.count("LDGSTS.E.BYPASS.128")
+        assert copies == code.count("LDGSTS.E") == 24  # 48 KB a stage
+        assert code.count("tnspA.tnspB") == code.count("HGMMA.64x256x16") == 2 * 4
+        assert code.count("STG.E.128") == code.count("STG.")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

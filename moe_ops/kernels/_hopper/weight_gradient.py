@@ -32,13 +32,12 @@ from moe_ops.kernels._gemm.tile import map_tile
 from moe_ops.kernels._hopper.memory import load_rows
 from moe_ops.kernels._hopper.ring import (
     Ring,
-    first_turn,
     make_barriers,
-    next_turn,
     stage_to_fill,
     stage_to_read,
     turn_of,
 )
+from moe_ops.kernels._hopper.stream import COPYING
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import HEADER
@@ -47,8 +46,6 @@ STEP_ROWS = gl.constexpr(64)
 """Rows of a step of the contraction."""
 BOX = gl.constexpr(64)
 """Rows of the gradient that a warp group computes: columns of ``dy`` in a box of shared memory."""
-COPYING = gl.constexpr(128)
-"""Threads of the copying warp group."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Constants:
 
 
 @gluon.jit
-def place_of(tile, C: gl.constexpr):
+def gradient_tile(tile, C: gl.constexpr):
     """The expert of a tile, and its row and column in the expert's gradient."""
     ROWS: gl.constexpr = (C.N + C.BLOCK_N - 1) // C.BLOCK_N
     COLUMNS: gl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
@@ -96,7 +93,7 @@ def count_of(num_experts, C: gl.constexpr):
 @gluon.jit
 def steps_of(spans, tile, num_experts, C: gl.constexpr):
     """The steps of a tile, or of the last expert past the last tile."""
-    expert, _, _ = place_of(tile, C)
+    expert, _, _ = gradient_tile(tile, C)
     return gl.load(spans + 2 * gl.minimum(expert, num_experts - 1) + 1)
 
 
@@ -127,9 +124,9 @@ def copy_tiles(dy, x, boxes, ring, v, C: gl.constexpr):
     GROUPS: gl.constexpr = C.BLOCK_N // BOX
     spans, tiles, num_slots, num_experts = v
     row = gl.arange(0, STEP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    turn = first_turn()
+    turn = gl.to_tensor(0)
     for tile in range(gl.program_id(0), count_of(num_experts, C), gl.num_programs(0)):
-        expert, n, k = place_of(tile, C)
+        expert, n, k = gradient_tile(tile, C)
         begin, steps = gl.load(spans + 2 * expert), gl.load(spans + 2 * expert + 1)
         slots = tiles + HEADER + begin + row
         slot = gl.load(slots, mask=steps > 0, other=-1)
@@ -139,13 +136,13 @@ def copy_tiles(dy, x, boxes, ring, v, C: gl.constexpr):
             safe = gl.where(real, slot, 0).to(gl.uint32)
             d = dy + (safe // C.DY_TOP_K).to(gl.int64) * C.N + n
             r = x + (safe // C.X_TOP_K).to(gl.int64) * C.K + k
-            stage, full = stage_to_fill(ring, turn)
+            stage, full = stage_to_fill(ring, turn_of(turn, C))
             for box in gl.static_range(GROUPS):
                 at = d + box * BOX, n + box * BOX
                 copy_box(boxes[box].index(stage), at, real, C.N, C.BLOCK_N, LAYOUT)
             copy_box(ring.weights.index(stage), (r, k), real, C.K, C.BLOCK_K, LAYOUT)
             async_copy.mbarrier_arrive(full, increment_count=False)
-            turn = next_turn(turn, C)
+            turn += 1
             slot = soon + 0
 
 
@@ -175,7 +172,7 @@ def multiply(out, box, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
     steps = steps_of(spans, first, num_experts, C)
     for tile in range(first, count_of(num_experts, C), gl.num_programs(0)):
         soon = steps_of(spans, tile + gl.num_programs(0), num_experts, C)
-        expert, n, k = place_of(tile, C)
+        expert, n, k = gradient_tile(tile, C)
         acc = gl.full((BOX, C.BLOCK_K), 0, gl.float32, LAYOUT)
         for at in range(steps):
             stage = stage_to_read(ring, turn_of(step, C))
