@@ -17,6 +17,7 @@ from stage_launches import (  # noqa: E402
     launch_weight_gradients,
     launch_wgrad_on_hopper,
 )
+from table_items import every_row  # noqa: E402
 
 from moe_ops.kernels import activation, expert_dgrad, expert_product, expert_wgrad, routing  # noqa: E402
 from moe_ops.kernels._gemm import unpack  # noqa: E402
@@ -48,7 +49,7 @@ def test_weight_gradients(arch, dtype, tile):
         assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("tile", "dtype", "n", "k", "out_dtype"),
     [
         (128, torch.bfloat16, 1536, 2048, torch.bfloat16),

@@ -30,13 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels._gemm.tile import map_tile
 from moe_ops.kernels._hopper.memory import load_rows
-from moe_ops.kernels._hopper.ring import (
-    Ring,
-    make_barriers,
-    stage_to_fill,
-    stage_to_read,
-    turn_of,
-)
+from moe_ops.kernels._hopper.products import BOX_ROWS
+from moe_ops.kernels._hopper.ring import Ring, make_barriers, stage_to_fill, stage_to_read, turn_of
 from moe_ops.kernels._hopper.stream import COPYING
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
@@ -44,8 +39,6 @@ from moe_ops.kernels._runtime.slots import HEADER
 
 STEP_ROWS = gl.constexpr(64)
 """Rows of a step of the contraction."""
-BOX = gl.constexpr(64)
-"""Rows of the gradient that a warp group computes: columns of ``dy`` in a box of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,7 @@ def copy_tiles(dy, x, boxes, ring, v, C: gl.constexpr):
     compiler puts a barrier between two copies.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    GROUPS: gl.constexpr = C.BLOCK_N // BOX
+    GROUPS: gl.constexpr = C.BLOCK_N // BOX_ROWS
     spans, tiles, num_slots, num_experts = v
     row = gl.arange(0, STEP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     turn = gl.to_tensor(0)
@@ -138,7 +131,7 @@ def copy_tiles(dy, x, boxes, ring, v, C: gl.constexpr):
             r = x + (safe // C.X_TOP_K).to(gl.int64) * C.K + k
             stage, full = stage_to_fill(ring, turn_of(turn, C))
             for box in gl.static_range(GROUPS):
-                at = d + box * BOX, n + box * BOX
+                at = d + box * BOX_ROWS, n + box * BOX_ROWS
                 copy_box(boxes[box].index(stage), at, real, C.N, C.BLOCK_N, LAYOUT)
             copy_box(ring.weights.index(stage), (r, k), real, C.K, C.BLOCK_K, LAYOUT)
             async_copy.mbarrier_arrive(full, increment_count=False)
@@ -147,16 +140,16 @@ def copy_tiles(dy, x, boxes, ring, v, C: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(out, acc, row, first, C: gl.constexpr):
+def store_sums(out, acc, row, first, C: gl.constexpr):
     """Store sums to row ``row`` and column ``first`` on: lanes exchange them for 16 bytes each."""
     WIDE: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [BOX, C.BLOCK_K],
+        [BOX_ROWS, C.BLOCK_K],
     )
-    n = row + gl.arange(0, BOX, layout=gl.SliceLayout(1, WIDE))
+    n = row + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, WIDE))
     k = first + gl.arange(0, C.BLOCK_K, layout=gl.SliceLayout(0, WIDE))
     at = out + n[:, None] * C.K + k[None, :]
     value = gl.convert_layout(acc.to(out.dtype.element_ty), WIDE)
@@ -173,7 +166,7 @@ def multiply(out, box, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
     for tile in range(first, count_of(num_experts, C), gl.num_programs(0)):
         soon = steps_of(spans, tile + gl.num_programs(0), num_experts, C)
         expert, n, k = gradient_tile(tile, C)
-        acc = gl.full((BOX, C.BLOCK_K), 0, gl.float32, LAYOUT)
+        acc = gl.full((BOX_ROWS, C.BLOCK_K), 0, gl.float32, LAYOUT)
         for at in range(steps):
             stage = stage_to_read(ring, turn_of(step, C))
             fence_async_shared()  # rows were written by threads, WGMMA reads via the async proxy
@@ -186,7 +179,7 @@ def multiply(out, box, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
         acc = warpgroup_mma_wait(0, [acc])
         if steps > 0:
             mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
-        store_tile(out + expert.to(gl.int64) * (C.N * C.K), acc, n + GROUP * BOX, k, C)
+        store_sums(out + expert.to(gl.int64) * (C.N * C.K), acc, n + GROUP * BOX_ROWS, k, C)
         steps = soon + 0
 
 
@@ -197,11 +190,11 @@ def hopper_wgrad_kernel(dy, x, out, spans, tiles, num_slots, num_experts, C: gl.
     ``spans``: the first row of each expert in the plan, and its steps.
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    GROUPS: gl.constexpr = C.BLOCK_N // BOX
+    GROUPS: gl.constexpr = C.BLOCK_N // BOX_ROWS
     dtype: gl.constexpr = dy.dtype.element_ty
     boxes = ()
     for _ in gl.static_range(GROUPS):
-        boxes += (gl.allocate_shared_memory(dtype, [C.STAGES, STEP_ROWS, BOX], SWIZZLED),)
+        boxes += (gl.allocate_shared_memory(dtype, [C.STAGES, STEP_ROWS, BOX_ROWS], SWIZZLED),)
     rows = gl.allocate_shared_memory(dtype, [C.STAGES, STEP_ROWS, C.BLOCK_K], SWIZZLED)
     barriers = make_barriers(C.STAGES, COPYING, GROUPS)
     fence_async_shared()
