@@ -12,11 +12,7 @@ import aot  # noqa: E402
 from aot_launches import ARCHITECTURES, check_resources, given_plan, stored  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
-from stage_launches import (  # noqa: E402
-    launch_backward,
-    launch_weight_gradients,
-    launch_wgrad_on_hopper,
-)
+from stage_launches import launch_backward, launch_weight_gradients, launch_wgrad  # noqa: E402
 from table_items import every_row  # noqa: E402
 
 from moe_ops.kernels import activation, expert_dgrad, expert_product, expert_wgrad, routing  # noqa: E402
@@ -58,7 +54,7 @@ def test_weight_gradients(arch, dtype, tile):
 )
 def test_weight_gradients_on_hopper(tile, dtype, n, k, out_dtype):
     """Both operands' rows are copied 16 bytes at a time, and multiplied as they lie, transposed."""
-    kernels = aot.compile_launch(90, launch_wgrad_on_hopper(tile, dtype, n, k, out_dtype))
+    kernels = aot.compile_launch(90, launch_wgrad(tile, dtype, n, k, out_dtype))
     check_resources(kernels, 90)
     names = [kernel.metadata.name for kernel in kernels]
     assert names == ["_expert_spans_kernel", "hopper_wgrad_kernel"] * 2

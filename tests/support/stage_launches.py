@@ -193,7 +193,7 @@ def launch_weight_gradients(tile, dtype, n, k, experts=4, top_k=2):
     return launch
 
 
-def launch_wgrad_on_hopper(tile, dtype, n, k, out_dtype):
+def launch_wgrad(tile, dtype, n, k, out_dtype):
     """Gradients of weights by Hopper's own kernel: one operand has rows of slots."""
 
     def launch(empty):
@@ -262,7 +262,7 @@ SYNCHRONIZED = {
     "jobs": (None, packed_token),
     "token": (90, token),
     "exchange": (90, exchange),
-    "gradient": (90, launch_wgrad_on_hopper(128, BF16, 1536, 2048, BF16)),
+    "gradient": (90, launch_wgrad(128, BF16, 1536, 2048, BF16)),
 }
 """Kernels whose threads wait for each other: an architecture, or a row tile on an H200; and
 launches."""
