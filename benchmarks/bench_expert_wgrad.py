@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from stages import Case, Layer, main, nbytes
 
 from moe_ops import ops
+from moe_ops.dispatch.device import assumed, device_facts
+
+
+def portable(call: Callable[[], Any], device: torch.device) -> Any:
+    """A call by the kernel for all GPUs."""
+    with assumed(device_facts(device)._replace(portable_only=True)):
+        return call()
 
 
 def cases(layer: Layer) -> Iterator[Case]:
@@ -16,16 +25,18 @@ def cases(layer: Layer) -> Iterator[Case]:
     like = {"dtype": x.dtype, "device": x.device}
     dy, bias = torch.randn((ids.numel(), width), **like), torch.randn((experts, x.shape[1]), **like)
     plan = ops.plan_slots(ids, None, experts, "unquantized", x.dtype)
-    moved = nbytes(dy, x, ids) + experts * width * x.shape[1] * x.itemsize
+    h, tiles = dy[:, : width // 2].contiguous(), [plan, ids, None]
 
-    yield Case(
-        "expert_wgrad",
-        lambda: ops.expert_wgrad(dy, x, None, [plan, ids, None], experts, "unquantized", x.dtype),
-        moved,
-    )
+    for name, d, r in (("w1", dy, x), ("w2", x, h)):
+        n, k = d.shape[1], r.shape[1]
+        call = partial(ops.expert_wgrad, d, r, None, tiles, experts, "unquantized", x.dtype)
+        moved = nbytes(d, r, ids) + experts * n * k * x.itemsize
+        flops = 2 * ids.numel() * n * k
+        yield Case(f"expert_wgrad:{name}", call, moved, flops)
+        yield Case(f"expert_wgrad:{name}:portable", partial(portable, call, x.device), moved, flops)
     yield Case(
         "expert_bias_grad",
-        lambda: ops.expert_bias_grad(dy, None, [plan, ids, None], experts, "unquantized"),
+        lambda: ops.expert_bias_grad(dy, None, tiles, experts, "unquantized"),
         nbytes(dy, ids),
     )
     yield Case(

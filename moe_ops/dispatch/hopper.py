@@ -20,6 +20,7 @@ from moe_ops.dispatch.tiles import (
     padded_slots,
 )
 from moe_ops.scheme import Scheme
+from moe_ops.tensors import TensorSpec
 
 PACKED, FETCH, STREAM = KERNELS = ("hopper_packed", "hopper_fetch", "hopper_stream")
 """The kernels for many rows, gathered in the order of the plan or fetched where they lie, and the
@@ -49,6 +50,11 @@ STREAM_STAGES = 5
 """Stages of 128 weight rows; more bring nothing."""
 LONGEST_INT8 = (2**31 - 1) // 128**2
 """The largest K for which no sum of int8 products leaves int32."""
+WGRAD_BLOCKS, WGRAD_STEP, WGRAD_STAGES = (128, 256), 64, 4
+"""Rows and columns of a tile of a weight gradient, rows of a step, and stages. Two warp groups
+multiply 64 x 256 each: tiles of 256 x 128 would read shared memory more often."""
+WGRAD_BAND = 16
+"""Rows of tiles per band: 132 tiles at once then read the fewest columns of both operands."""
 LEAST_STAGES = 2
 """Minimum stages: a stage is released only when the product of the next stage has begun."""
 
@@ -166,3 +172,23 @@ def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
 def gathered_rows(num_slots: int, num_experts: int, block_m: int) -> int:
     """Rows allocated for gathered rows: a multiple of 4, as TMA boxes of their scales need."""
     return 4 * cdiv(padded_slots(num_slots, num_experts, block_m), 4)
+
+
+def takes_wgrad(dy: TensorSpec, x: TensorSpec, tile: int, device: Device) -> bool:
+    """Whether Hopper's kernel computes the weight gradient of contiguous rows ``dy`` and ``x``.
+
+    It copies 16 bytes at a time, and whole steps of an expert's rows: ``tile`` is the row tile of
+    the plan. A gradient of fewer rows or columns than a tile has, such as that of an adapter, is
+    left to the portable kernel.
+    """
+    rows, columns = WGRAD_BLOCKS
+    return (
+        device.arch == 90
+        and not device.portable_only
+        and dy.dtype == x.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and tile % WGRAD_STEP == 0
+        and dy.address == x.address == dy.shape[1] % 8 == x.shape[1] % 8 == 0
+        and dy.shape[1] >= rows
+        and x.shape[1] >= columns
+    )

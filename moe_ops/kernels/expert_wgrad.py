@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.dispatch.device import Device, device_facts
+from moe_ops.dispatch.hopper import WGRAD_BAND, WGRAD_BLOCKS, WGRAD_STAGES, takes_wgrad
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import cdiv, is_direct, row_tile
 from moe_ops.fake_impls.expert_wgrad import expert_bias_grad as empty_biases
 from moe_ops.fake_impls.expert_wgrad import expert_wgrad as empty_weights
 from moe_ops.fake_impls.expert_wgrad import slot_products as empty_products
 from moe_ops.kernels._gemm.tile import COUNTED, add_dot, columns_of, planned_tiles, tile_arguments
+from moe_ops.kernels._hopper.weight_gradient import STEP_ROWS, Constants
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import (
@@ -30,7 +32,7 @@ from moe_ops.kernels._runtime.slots import (
     map_size,
     next_power_of_2,
 )
-from moe_ops.tensors import AnyTiles
+from moe_ops.tensors import AnyTiles, TensorSpec
 
 
 @triton.jit
@@ -115,6 +117,25 @@ def _expert_wgrad_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=COUNTED)
+def _expert_spans_kernel(
+    spans, tiles, num_slots, num_entries, TILE: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """Program e stores the first row of expert e in the plan, and its number of steps.
+
+    Padding comes last in a tile: steps of an expert's last tile that are all padding do not count.
+    """
+    take_turn()
+    expert = tl.program_id(0)
+    begin, end = rows_of_expert(tiles, expert, num_slots, None, num_entries, TILE)
+    steps = (end - begin) // STEP
+    for part in tl.static_range(1, TILE // STEP):
+        slot = tl.load(tiles + HEADER + end - part * STEP, mask=end > begin, other=0)
+        steps -= (slot.to(tl.uint32) >= num_slots.to(tl.uint32)).to(tl.int32)
+    tl.store(spans + 2 * expert, begin)
+    tl.store(spans + 2 * expert + 1, steps)
+
+
 class WgradTiles(NamedTuple):
     """Blocks of a weight gradient: rows of a step, and rows and columns of the gradient."""
 
@@ -151,6 +172,28 @@ def _wgrad_launch(sizes: WgradTiles, n: int, k: int, top_k: tuple[int, int], til
     )
 
 
+@lru_cache(maxsize=1024)
+def _hopper_launches(n: int, k: int, top_k: tuple[int, int], tile: int) -> tuple[Launch, Launch]:
+    """The kernel that finds the rows of each expert, and the one that multiplies them."""
+    constants = Constants(n, k, *top_k, *WGRAD_BLOCKS, GROUP_N=WGRAD_BAND, STAGES=WGRAD_STAGES)
+    spans = Launch(_expert_spans_kernel, TILE=tile, STEP=STEP_ROWS.value)
+    return spans, constants.launch
+
+
+def launch_on_hopper(
+    out: Tensor, dy: Tensor, x: Tensor, plan: Tensor, num_slots: int, tile: int
+) -> None:
+    """Launch one program per SM, which share out the tiles of all gradients."""
+    num_experts, n, k = out.shape
+    top_k = num_slots // dy.shape[0], num_slots // x.shape[0]
+    find, multiply = _hopper_launches(n, k, top_k, tile)
+    spans = plan.new_empty(2 * num_experts)
+    find((num_experts,), spans, plan, num_slots, plan.shape[0])
+    most = num_experts * cdiv(n, WGRAD_BLOCKS[0]) * cdiv(k, WGRAD_BLOCKS[1])
+    programs = min(device_facts(out.device).processors, most)
+    multiply((programs,), dy, x, out, spans, plan, num_slots, num_experts)
+
+
 def _slots_and_tile(
     dy: Tensor, tiles: AnyTiles, num_experts: int, scheme: str, batch_invariant: bool
 ) -> tuple[int, int]:
@@ -178,12 +221,15 @@ def expert_wgrad(
     if num_slots == 0:
         return out.zero_()
     (_, n, k), top_k = out.shape, (num_slots // dy.shape[0], num_slots // x.shape[0])
-    sizes = wgrad_tiles(n, k, x.itemsize, tile, device_facts(x.device))
+    dy, x, told = dy.contiguous(), x.contiguous(), tile_arguments(tiles, num_slots, num_experts)
+    device = device_facts(x.device)
+    rows = TensorSpec.of(dy), TensorSpec.of(x)
+    if x.is_cuda and topk_weights is None and takes_wgrad(*rows, tile, device):
+        launch_on_hopper(out, dy, x, told[0], num_slots, tile)
+        return out
+    sizes = wgrad_tiles(n, k, x.itemsize, tile, device)
     programs = num_experts * cdiv(n, sizes.block_n) * cdiv(k, sizes.block_k)
-    _wgrad_launch(sizes, n, k, top_k, tile)(
-        (programs,), dy.contiguous(), x.contiguous(), dense(topk_weights), out,
-        *tile_arguments(tiles, num_slots, num_experts),
-    )  # fmt: skip
+    _wgrad_launch(sizes, n, k, top_k, tile)((programs,), dy, x, dense(topk_weights), out, *told)
     return out
 
 

@@ -30,10 +30,10 @@ FILES = sorted(Path(moe_ops.kernels.__file__).parent.rglob("*.py"))
 GLOBAL = re.compile(
     r"^\s*(@!?%\w+ )?(ld|st|atom|red|prefetch)\S*\.global|cp\.async\.(ca|cg|bulk\.tensor|bulk\.sh)"
 )
-MANY = "hopper_decode_many_kernel"
-ALONE = ("hopper_gemm_kernel", "_pack_kernel", "_quantize_pack_kernel", MANY)
+MANY, WGRAD = "hopper_decode_many_kernel", "hopper_wgrad_kernel"
+ALONE = ("hopper_gemm_kernel", "_pack_kernel", "_quantize_pack_kernel", MANY, WGRAD)
 """Launched without the option: they ran slower with it."""
-LONG = (MANY, "_expert_dgrad_kernel", "_expert_wgrad_kernel")
+LONG = (MANY, WGRAD, "_expert_dgrad_kernel", "_expert_wgrad_kernel")
 """Kernels that let the next one in only as they end, like those whose names say GEMM."""
 TOKEN, TOKEN_SUM = BY_THEMSELVES = ("hopper_token_kernel", "hopper_token_sum_kernel")
 """They wait, and let the next one in, without `take_turn`."""

@@ -91,6 +91,23 @@ def test_several_tiles_of_an_expert(tile, dtype, device):
         check(ids, 5, 130, 40, dtype, False, True, True, device)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="no interpreter for Gluon kernels: see their own test")
+@pytest.mark.parametrize("tile", [64, 128, 192])
+@pytest.mark.parametrize("by_token", [(False, True), (True, False), (True, True)])
+def test_many_rows(tile, by_token, device):
+    """On Hopper its own kernel; sizes that its tiles do not divide."""
+    with row_tile(tile, portable_only=False):
+        ids = ids_of([700, 0, 1, 130, 64], 2)
+        check_here(ids, 5, 264, 520, torch.bfloat16, *by_token, False, device)
+        rows = (random(len(ids), 264, dtype=torch.float16), random(len(ids), 520).half())
+        tiles = Tiles(planned(ids, None, 5).plan, ids)
+        call = (*rows, None, [*tiles], 5, "unquantized", torch.float32)
+        call = [x.to(device) if torch.is_tensor(x) else x for x in call]
+        call[3] = [None if x is None else x.to(device) for x in tiles]
+        first, again = ops.expert_wgrad(*call), ops.expert_wgrad(*call)
+        assert torch.equal(first, again)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="sizes for a processor")
 @pytest.mark.parametrize(
     ("n", "k", "experts"),

@@ -12,7 +12,8 @@ import aot  # noqa: E402
 from aot_launches import ARCHITECTURES, check_resources, given_plan, stored  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
-from stage_launches import launch_backward, launch_weight_gradients  # noqa: E402
+from stage_launches import launch_backward, launch_weight_gradients, launch_wgrad  # noqa: E402
+from table_items import every_row  # noqa: E402
 
 from moe_ops.kernels import activation, expert_dgrad, expert_product, expert_wgrad, routing  # noqa: E402
 from moe_ops.kernels._gemm import unpack  # noqa: E402
@@ -42,6 +43,29 @@ def test_weight_gradients(arch, dtype, tile):
         products = [k for k in kernels if "wgrad" in k.metadata.name]
         assert len(products) == 2
         assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
+
+
+@every_row(
+    ("tile", "dtype", "n", "k", "out_dtype"),
+    [
+        (128, torch.bfloat16, 1536, 2048, torch.bfloat16),
+        (192, torch.float16, 2880, 2888, torch.float32),
+    ],
+)
+def test_weight_gradients_on_hopper(tile, dtype, n, k, out_dtype):
+    """Both operands' rows are copied 16 bytes at a time, and multiplied as they lie, transposed."""
+    kernels = aot.compile_launch(90, launch_wgrad(tile, dtype, n, k, out_dtype))
+    check_resources(kernels, 90)
+    names = [kernel.metadata.name for kernel in kernels]
+    assert names == ["_expert_spans_kernel", "hopper_wgrad_kernel"] * 2
+    for kernel in kernels[1::2]:
+        code = aot.disassembled(kernel)
+        assert aot.resources(kernel, 90)["spilled"] == 0
+        assert "LDL" not in code and "STL" not in code
+        copies = code.count("LDGSTS.E.BYPASS.128")
+        assert copies == code.count("LDGSTS.E") == 24  # 48 KB a stage
+        assert code.count("tnspA.tnspB") == code.count("HGMMA.64x256x16") == 2 * 4
+        assert code.count("STG.E.128") == code.count("STG.")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -113,6 +113,14 @@ PINNED = {
         {"turn": 1, "let in": 1, "release": 8, "acquire": 1},
         {"turn": 1, "let in": 1, "release": 4, "acquire": 5},
     ],
+    # A kernel finds the rows of experts before. A fence in each of two warp groups: threads write
+    # the rows that WGMMA reads. Products overlap those of the next step, and are waited for at the
+    # end of the loop and again after it.
+    "gradient": [
+        {"turn": 1, "let in": 1},
+        {"fence": 3, "products left": {0: 4, 1: 2}, "wait": 3, "arrive": 4, "copies arrive": 1,
+         "turn": 1},
+    ] * 2,
 }  # fmt: skip
 """What the kernels of each launch have, in their order."""
 BESIDE = ("_count_blocks_kernel", "_align_blocks_kernel", "_align_kernel", "_pack_kernel")

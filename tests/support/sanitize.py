@@ -32,12 +32,12 @@ from moe_ops.dispatch.blackwell import BLOCK_SCALED
 
 SPECIALIZED = {
     "hopper_gemm_kernel", "hopper_stream_kernel", "hopper_token_kernel", "hopper_token_sum_kernel",
-    "hopper_decode_few_kernel", "hopper_decode_many_kernel",
+    "hopper_decode_few_kernel", "hopper_decode_many_kernel", "hopper_wgrad_kernel",
 }  # fmt: skip
 """Warp-specialised kernels, whose warps pass shared memory to each other with mbarriers."""
 HOPPER = SPECIALIZED | {
     "_pack_kernel", "_quantize_pack_kernel", "hopper_decode_slot_kernel",
-    "hopper_decode_sum_kernel",
+    "hopper_decode_sum_kernel", "_expert_spans_kernel",
 }  # fmt: skip
 BLACKWELL = {"block_scaled_gemm_kernel"}
 

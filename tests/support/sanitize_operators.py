@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from operator_samples import I32, OF_WINDOWS, keywords, overload, samples
+from plans import planned
 from residencies import residency_of_weights, whole_weights
 from sum_calls import SumCall, SumProblem, exact, sum_call
 from torch import Tensor
@@ -115,6 +116,7 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
     ids, counts = ids_of(33, 8, 4), torch.tensor([5, 0, 17], dtype=I32)
     batch = some(3, 17, 2200, dtype=F16)
     bias, order = some(60), moe_permutation(many, mapping, 4)
+    of_slots = planned(ids_of(400, 3, 1), None, 3).plan
     return {
         "fused_topk": [(some(65, 60), bias, 4, True, name, 1.5)
                        for name in ("softmax", "sigmoid", "sqrtsoftplus")]
@@ -139,6 +141,10 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
         "expert_product_sum": [
             tuple(sum_call(SumProblem(1, 10, 80, 144, 272, scheme, routing="map", has_bias=True)))
             for scheme in ("unquantized", "fp8_channel", "fp8_block128")
+        ],
+        "expert_wgrad": [
+            (some(400, 136, dtype=BF16), some(400, 264, dtype=BF16), None, [of_slots, None, None],
+             3, "unquantized", F32),
         ],
         "moe_fused_mul_sum": [(some(33, 4, 1100, dtype=BF16), weights, ids, None, None, 8)],
     }  # fmt: skip

@@ -13,6 +13,7 @@ from plans import row_tile
 from products import stored_product, stored_sum
 from token_layers import Layer
 
+from moe_ops.dispatch.device import NO_GPU
 from moe_ops.kernels import (
     activation,
     align,
@@ -192,6 +193,20 @@ def launch_weight_gradients(tile, dtype, n, k, experts=4, top_k=2):
     return launch
 
 
+def launch_wgrad(tile, dtype, n, k, out_dtype):
+    """Gradients of weights by Hopper's own kernel: one operand has rows of slots."""
+
+    def launch(empty):
+        ids = empty(64 * tile, 2, dtype=torch.int32)
+        with row_tile(tile, NO_GPU, portable_only=False):
+            how = (given_plan(ids, 4, "unquantized", dtype), 4, "unquantized", out_dtype)
+            dy, x = empty(128 * tile, n, dtype=dtype), empty(64 * tile, k, dtype=dtype)
+            expert_wgrad.expert_wgrad(dy, x, None, *how)
+            expert_wgrad.expert_wgrad(x, dy, None, *how)
+
+    return launch
+
+
 def launch_backward(empty):
     """Gradients of activations and routers."""
     ids = empty(512, 8, dtype=torch.int32)
@@ -247,6 +262,7 @@ SYNCHRONIZED = {
     "jobs": (None, packed_token),
     "token": (90, token),
     "exchange": (90, exchange),
+    "gradient": (90, launch_wgrad(128, BF16, 1536, 2048, BF16)),
 }
 """Kernels whose threads wait for each other: an architecture, or a row tile on an H200; and
 launches."""
