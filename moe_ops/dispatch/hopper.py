@@ -53,7 +53,7 @@ LONGEST_INT8 = (2**31 - 1) // 128**2
 WGRAD_BLOCKS, WGRAD_STEP, WGRAD_STAGES = (128, 256), 64, 4
 """Rows and columns of a tile of a weight gradient, rows of a step, and stages. Two warp groups
 multiply 64 x 256 each: tiles of 256 x 128 would read shared memory more often."""
-WGRAD_BAND = 16
+WGRAD_BAND = 12
 """Rows of tiles per band: 132 tiles at once then read the fewest columns of both operands."""
 LEAST_STAGES = 2
 """Minimum stages: a stage is released only when the product of the next stage has begun."""

@@ -133,13 +133,12 @@ def test_who_fetches_rows():
     wide = dense._replace(sizes=dense.sizes._replace(n=1544))
     for other in (dense._replace(aligned=False), dense._replace(permuted="a"), wide):
         assert plan_gemm(other, HOPPER).kernel == PACKED
-    narrow, wide = (p._replace(sizes=p.sizes._replace(n=n))
-                    for p, n in zip(problems("fp8_channel", 2048)[:1] * 2, (768, 776)))
+    scaled, slots = problems("fp8_channel", 2048)
+    narrow, wide = (scaled._replace(sizes=scaled.sizes._replace(n=n)) for n in (768, 776))
     for problem, kernel in ((narrow, FETCH), (wide, PACKED)):
         plan = plan_gemm(problem, HOPPER)
         assert (plan.kernel, problem.rows, plan.quantizes_rows) == (kernel, EACH, False)
         assert plan.scratch[0] == ("quantized rows", 2048 * H)
-    _, slots = problems("fp8_channel", 2048)
     slots = slots._replace(sizes=slots.sizes._replace(n=768))
     plan = plan_gemm(slots, HOPPER)
     assert plan.kernel == PACKED and plan.quantizes_rows

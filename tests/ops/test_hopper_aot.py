@@ -90,7 +90,7 @@ def test_a_layer(scheme, layer):
     fetched = [packed and tile == 128 and narrow[0], packed and tile == 128 and narrow[1] > wide]
     packs = [k for k in launched if k.metadata.name == "_pack_kernel"]
     assert len(packs) == packed * (1 if wide else 2) - sum(fetched)
-    for kernel, fetches in zip(kernels, fetched if packed else [False] * 2):
+    for kernel, fetches in zip(kernels, fetched if packed else [False] * 2, strict=False):
         assert kernel.metadata.name == ("hopper_stream_kernel" if stream else "hopper_gemm_kernel")
         used = aot.resources(kernel, 90)
         assert used["shared"] <= (HALF if stream else aot.SHARED_MEMORY[90]), used

@@ -221,17 +221,25 @@ FETCHED = Persistent(
     LAUNCHER,
     KIND,
     (
-        *CONDITIONS, _has_rows(FETCH), PLANNED,
-        Condition("rows must be aligned, and in the order of tokens or slots",
-                  lambda p, _: p.aligned and p.permuted != "a"),
+        *CONDITIONS,
+        _has_rows(FETCH),
+        PLANNED,
+        Condition(
+            "rows must be aligned, and in the order of tokens or slots",
+            lambda p, _: p.aligned and p.permuted != "a",
+        ),
     ),
     lambda p, device: tall_tiles(FETCH, p.gemm, p.sizes.row_tile, device),
     preferred=(
         Condition("experts must have more rows for wide tiles to pay", _many),
-        Condition("rows must not be quantized while they are gathered",
-                  lambda problem, _: not _of_slots(problem)),
-        Condition(f"at most {FETCHED_ROWS} weight rows a byte must read each row",
-                  lambda p, _: p.weight[1] <= FETCHED_ROWS * p.gemm.itemsize),
+        Condition(
+            "rows must not be quantized while they are gathered",
+            lambda problem, _: not _of_slots(problem),
+        ),
+        Condition(
+            f"at most {FETCHED_ROWS} weight rows a byte must read each row",
+            lambda p, _: p.weight[1] <= FETCHED_ROWS * p.gemm.itemsize,
+        ),
     ),
     fetches=True,
     keeps_product=_has_one_sum,

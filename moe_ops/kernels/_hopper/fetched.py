@@ -28,9 +28,7 @@ def fetch_rows(a, stride_am, ring, queue, v, C: gl.constexpr):
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // C.ITEMSIZE], [4, 8], [WARPS, 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8 * C.ITEMSIZE, rank=2)
-    stages = reinterpret(
-        ring.rows, a.dtype.element_ty, [C.STAGES, C.BLOCK_M, C.BLOCK_K], SWIZZLED
-    )
+    stages = reinterpret(ring.rows, a.dtype.element_ty, [C.STAGES, C.BLOCK_M, C.BLOCK_K], SWIZZLED)
     ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     col = gl.arange(0, C.BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     turn, number = first_turn(), gl.to_tensor(0)
