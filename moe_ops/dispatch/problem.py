@@ -79,6 +79,8 @@ class GemmProblem(NamedTuple):
     scales, or a packed weight that they dequantize."""
     aligned: bool = True
     """Whether rows begin at multiples of 16 bytes."""
+    transposed: bool = False
+    """Whether `boxes` holds but for a weight that is contiguous along its rows, not along K."""
     num_tokens: int | None = None
     """Tokens of the routing; None: the GEMM gets a plan but no routing."""
     summed: bool = False
@@ -186,7 +188,9 @@ def problem_of(operands: OperandSpecs) -> GemmProblem:
     itemsize = 2 if scheme.dequantizes_both else a.dtype.itemsize
     fragments = w.dtype in PACKED_DTYPES
     unread = _unread(operands, scheme) if fragments else ""
-    boxes = not unread if fragments else not operands.adds and _boxable(operands, scheme)
+    boxes = not unread if fragments else not operands.adds and _boxable(operands, scheme, w.strides)
+    expert, row, unit = w.strides
+    transposed = row == 1 and _boxable(operands, scheme, (expert, unit, row))
     rows, scales = _row_facts(operands, scheme)
     return GemmProblem(
         sizes_of(a.shape[0] * operands.top_k, weight, itemsize, operands.rule, activation),
@@ -199,6 +203,7 @@ def problem_of(operands: OperandSpecs) -> GemmProblem:
         shared_scale=scales == 1,
         boxes=operands.gluon and boxes,
         aligned=_aligned(operands.a),
+        transposed=operands.gluon and not (fragments or operands.adds or boxes) and transposed,
         num_tokens=operands.num_tokens,
         summed=operands.summed,
         out_itemsize=operands.out_dtype.itemsize,
@@ -263,15 +268,16 @@ def _aligned(rows: TensorSpec) -> bool:
     return rows.strides[0] * rows.dtype.itemsize % 16 == rows.address == 0
 
 
-def _boxable(operands: OperandSpecs, scheme: Scheme) -> bool:
+def _boxable(operands: OperandSpecs, scheme: Scheme, strides: tuple[int, ...]) -> bool:
     """Whether TMA can address a plain weight and rows of its dtype, with float32 scales.
 
-    The place of the rows counts only if the kernel reads them without gathering them first.
+    ``strides``: from one expert, one contiguous row and one number of the weight to the next. The
+    place of the rows counts only if the kernel reads them without gathering them first.
     """
     a, w, quant = operands.a, operands.w, scheme.activation
     dtype, size = a.dtype if quant is None else quant.dtype, w.dtype.itemsize
     scales = (operands.w_scale, operands.a_scale if a.dtype == dtype else None)
-    expert, row, unit = w.strides
+    expert, row, unit = strides
     whole = expert * size % 16 == row * size % 16 == w.address == 0
     if operands.expert_order and not operands.activation:
         whole &= _aligned(a)

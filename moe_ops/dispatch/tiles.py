@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -251,12 +251,12 @@ def max_programs(gemm: Gemm, config: TileConfig) -> int:
     return max_row_tiles(gemm.num_slots, gemm.num_experts, tile) * blocks
 
 
-def own_plan(gemm: Gemm, config: TileConfig) -> bool:
+def own_plan(gemm: Gemm, config: Any) -> bool:
     """Whether a kernel sorts the slots again because its tiles do not divide the plan's."""
     return gemm.row_tile % config.block_m != 0
 
 
-def with_own_plan(gemm: Gemm, config: TileConfig) -> Gemm:
+def with_own_plan(gemm: Gemm, config: Any) -> Gemm:
     """The sizes of a GEMM over a plan that has the kernel's row tile."""
     return gemm._replace(rule=one_row_tile(config.block_m))
 

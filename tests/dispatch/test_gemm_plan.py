@@ -20,7 +20,7 @@ from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN, TOKEN_SUM, Hop
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
 from moe_ops.dispatch.problem import EACH, STORED, without_sum
 from moe_ops.dispatch.row_tiles import rule_of
-from moe_ops.dispatch.tiles import TileConfig, one_row_tile
+from moe_ops.dispatch.tiles import TileConfig, one_row_tile, plan_sizes
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import packs
 
@@ -133,6 +133,20 @@ def test_who_fetches_rows():
     wide = dense._replace(sizes=dense.sizes._replace(n=1544))
     for other in (dense._replace(aligned=False), dense._replace(permuted="a"), wide):
         assert plan_gemm(other, HOPPER).kernel == PACKED
+    turned = second._replace(boxes=False, transposed=True, permuted=None)
+    assert plan_gemm(turned, HOPPER).kernel == FETCH
+    for other in (
+        turned._replace(activation="silu"),
+        turned._replace(transposed=False),
+        turned._replace(sizes=turned.sizes._replace(n=2052)),
+        turned._replace(sizes=turned.sizes._replace(k=1028)),
+        turned._replace(num_tokens=None, sizes=turned.sizes._replace(rule=one_row_tile(192))),
+    ):
+        assert plan_gemm(other, HOPPER).kernel == DENSE
+    tall = plan_gemm(turned._replace(sizes=turned.sizes._replace(rule=one_row_tile(192))), HOPPER)
+    assert (tall.kernel, tall.config.block_m) == (FETCH, 128)
+    entries = plan_sizes(turned.sizes.num_slots, E, one_row_tile(128)).entries
+    assert tall.scratch == (("plan", 4 * entries), ("next tile", 4))
     scaled, slots = problems("fp8_channel", 2048)
     narrow, wide = (scaled._replace(sizes=scaled.sizes._replace(n=n)) for n in (768, 776))
     for problem, kernel in ((narrow, FETCH), (wide, PACKED)):
@@ -289,7 +303,7 @@ def test_what_was_passed_over():
     assert dict(passed_over(first, HOPPER)) == {
         TOKEN: "the routing must be of one token, got 64",
         SLOT: "slots must be so few that each is a tile, got 256",
-        FETCH: "hopper_fetch must have tiles of 16 rows",
+        FETCH: "tiles must have 128 rows; slots are sorted again for a transposed weight",
         PACKED: "hopper_packed must have tiles of 16 rows",
     }
     assert dict(passed_over(second, HOPPER)).keys() == {SLOT, FETCH, PACKED}

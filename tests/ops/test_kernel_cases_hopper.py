@@ -67,7 +67,9 @@ def counts_of(tile):
 
 def run(problem, config, operands, like, programs, facts=NO_GPU):
     """A GEMM by the kernel of a config, or of the plan; rows that it does not write are NaN."""
-    plan = plan_gemm(problem._replace(boxes=True), facts, config=config)
+    turned = operands.weight.data.stride(1) == 1
+    problem = problem._replace(boxes=not turned, transposed=turned)
+    plan = plan_gemm(problem, facts, config=config)
     assert config is None or plan.kernel == config.kernel
     out = torch.full_like(like, torch.nan)
     with interpreted(programs):
@@ -164,6 +166,15 @@ def test_where_columns_are():
     few |= {"name": ("unquantized", "fp8_channel", "fp8_block128"), "has_bias": (True,)}
     few |= {"tiles": TILES, "activation": ACTIVATIONS}
     check_all(cover(few, RULES, 3), scaled_or_dense)
+
+
+def test_transposed_weights():
+    """The rows of a weight lie along its columns, as a data gradient reads it."""
+    factors = {"layout": ("turned",), "routing": ("plain", "mapped", "spoilt"), "top_k": (1, 2)}
+    factors |= {"gap": (0, 16), "n": (192, 136, 72, 264), "k": (128, 144, 272)}
+    factors |= {"weighted": (False, True), "on_demand": (False, True), "programs": (2, 5)}
+    factors |= {"name": ("unquantized",), "has_bias": (False, True), "activation": ("",)}
+    check_all(cover({**factors, "tiles": ((FETCH, 128, 256),)}, RULES), scaled_or_dense)
 
 
 def in_expert_order(tiles, activation, routing, n, k, on_demand, programs):

@@ -11,7 +11,7 @@ from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.plan import DEFAULT, BufferSpec, GemmPlan, quantized_rows
 from moe_ops.dispatch.problem import GemmProblem
-from moe_ops.dispatch.tiles import is_direct
+from moe_ops.dispatch.tiles import is_direct, own_plan, plan_sizes, with_own_plan
 from moe_ops.scheme import get_scheme
 
 
@@ -64,6 +64,8 @@ class Family:
     """Whether the kernel stores the product before an activation, too, if a call asks for it."""
     sums: bool = False
     """Whether the kernel also computes the weighted sum over the slots of a token."""
+    sorts: bool = False
+    """Whether slots are sorted again for tiles that do not divide the plan's."""
     fragments: bool = False
     """Whether weights are in the packed form, the order of tensor-core fragments."""
     source: str = DEFAULT
@@ -79,8 +81,12 @@ class Family:
 
     def plan(self, problem: GemmProblem, tiles: Any, source: str) -> GemmPlan:
         """The plan of a GEMM with these tiles."""
-        quantizes = self.quantizes_rows(problem)
-        return GemmPlan(self.kernel, tiles, quantizes, 0, self.buffers(problem), source)
+        scratch = self.buffers(problem)
+        if self.sorts and own_plan(problem.sizes, tiles):
+            own = with_own_plan(problem.sizes, tiles)
+            entries = plan_sizes(own.num_slots, own.num_experts, own.rule).entries
+            scratch = (*scratch, BufferSpec("plan", 4 * entries))
+        return GemmPlan(self.kernel, tiles, self.quantizes_rows(problem), 0, scratch, source)
 
     def quantizes_rows(self, problem: GemmProblem) -> bool:
         """Whether the kernel, or the pass that gathers its rows, quantizes them."""

@@ -160,13 +160,26 @@ WHOLE_BOXES = Condition(
     ),
 )
 KIND = (OPERANDS, PLAIN, NO_SUM)
-CONDITIONS = (
-    served_by(90), FOLLOWS_LOAD, BOXES, WHOLE_BOXES,
+COMMON = (
+    served_by(90), FOLLOWS_LOAD,
     Condition("128 weight rows (64 with a gate) must share scales", _one_scale),
     Condition("sums of int8 products must fit in int32, got K {problem.sizes.k}",
               lambda p, _: p.sizes.k <= LONGEST_INT8 or not sums_integers(get_scheme(p.scheme))),
     Condition("rows must not have one scale for each expert", lambda p, _: not p.expert_scales),
 )  # fmt: skip
+CONDITIONS = (BOXES, WHOLE_BOXES, *COMMON)
+EITHER_WAY = (
+    Condition(BOXES.must, lambda p, _: p.boxes or p.transposed),
+    Condition(
+        "a transposed weight must have 16-bit numbers, no activation, and a multiple of 8 rows, "
+        "got {problem.sizes.n}",
+        lambda p, _: (
+            not p.transposed
+            or (p.gemm.itemsize == 2 and p.rule is None and p.sizes.n % 8 == p.sizes.k % 8 == 0)
+        ),
+    ),
+    Condition(WHOLE_BOXES.must, lambda p, _: p.transposed or WHOLE_BOXES.holds(p, _)),
+)
 
 
 def _has_rows(kernel: str) -> Condition:
@@ -216,20 +229,32 @@ GATHERED = Persistent(
     buffers=lambda problem: () if _of_slots(problem) else quantized_rows(problem),
 )
 """The kernel for many rows, which are gathered in the order of the plan."""
+
+
+def _sorts(problem: GemmProblem) -> bool:
+    """Whether the routing is known, by which slots are sorted again for tiles of 128 rows."""
+    tall = problem.sizes.row_tile == TALL_ROW_TILE
+    return problem.transposed and problem.num_tokens is not None and tall
+
+
 FETCHED = Persistent(
     FETCH,
     LAUNCHER,
     KIND,
     (
-        *CONDITIONS,
-        _has_rows(FETCH),
+        *EITHER_WAY,
+        *COMMON,
+        Condition(
+            "tiles must have 128 rows; slots are sorted again for a transposed weight",
+            lambda p, _: p.sizes.row_tile == 128 or _sorts(p),
+        ),
         PLANNED,
         Condition(
             "rows must be aligned, and in the order of tokens or slots",
             lambda p, _: p.aligned and p.permuted != "a",
         ),
     ),
-    lambda p, device: tall_tiles(FETCH, p.gemm, p.sizes.row_tile, device),
+    lambda p, device: tall_tiles(FETCH, p.gemm, 128, device),
     preferred=(
         Condition("experts must have more rows for wide tiles to pay", _many),
         Condition(
@@ -238,10 +263,11 @@ FETCHED = Persistent(
         ),
         Condition(
             f"at most {FETCHED_ROWS} weight rows a byte must read each row",
-            lambda p, _: p.weight[1] <= FETCHED_ROWS * p.gemm.itemsize,
+            lambda p, _: p.transposed or p.weight[1] <= FETCHED_ROWS * p.gemm.itemsize,
         ),
     ),
     fetches=True,
+    sorts=True,
     keeps_product=_has_one_sum,
 )
 """The kernel for many rows, which fetches them where they lie."""

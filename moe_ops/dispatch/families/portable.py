@@ -17,7 +17,6 @@ from moe_ops.dispatch.families.base import (
     Tunable,
 )
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.plan import BufferSpec, GemmPlan
 from moe_ops.dispatch.portable import (
     LONGEST_SLOT,
     SLOT_TILES,
@@ -34,9 +33,6 @@ from moe_ops.dispatch.tiles import (
     TileConfig,
     load_class,
     one_row_tile,
-    own_plan,
-    plan_sizes,
-    with_own_plan,
 )
 from moe_ops.scheme import get_scheme
 
@@ -55,15 +51,6 @@ class Portable(Tunable):
     """A kernel in Triton, whose tiles are a `TileConfig`."""
 
     keeps_product: Callable[[GemmProblem], bool] = lambda problem: True
-
-    def plan(self, problem: GemmProblem, tiles: TileConfig, source: str) -> GemmPlan:
-        """With a plan of the kernel's own if its tiles do not divide the plan's."""
-        plan = super().plan(problem, tiles, source)
-        if not own_plan(problem.sizes, tiles):
-            return plan
-        own = with_own_plan(problem.sizes, tiles)
-        entries = plan_sizes(own.num_slots, own.num_experts, own.rule).entries
-        return plan._replace(scratch=(*plan.scratch, BufferSpec("plan", 4 * entries)))
 
     def has(self, tiles: KernelTiles) -> bool:
         """Whether a kernel in Triton has such tiles."""
@@ -145,7 +132,9 @@ DEQUANTIZED = Condition(
     "weights must be dequantized, got {scheme.name}",
     lambda p, _: get_scheme(p.scheme).weight is not None and p.quant is None,
 )
-DENSE = Portable("dense", "_gemm.dense:DenseGemm", (UNQUANTIZED, NO_SUM), (), _dense_tiles)
+DENSE = Portable(
+    "dense", "_gemm.dense:DenseGemm", (UNQUANTIZED, NO_SUM), (), _dense_tiles, sorts=True
+)
 SCALED = Portable(
     "scaled",
     "_gemm.scaled:ScaledGemm",

@@ -13,7 +13,6 @@ from torch import Tensor
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.families import BY_NAME, Family
-from moe_ops.dispatch.families.portable import DENSE
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import COLUMNS, SETTINGS, operands_of
@@ -143,7 +142,7 @@ def _prepared(
     plan, sizes = plan_gemm(problem, device, config=config), problem.sizes
     before = problem.rows != STORED and not plan.quantizes_rows
     family, quant = BY_NAME[plan.kernel], problem.quant if before else None
-    sorts = family is DENSE and own_plan(sizes, plan.config)
+    sorts = family.sorts and own_plan(sizes, plan.config)
     if sorts:
         sizes = with_own_plan(sizes, plan.config)
     apart = problem.summed and not family.sums

@@ -64,6 +64,8 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
                     load_box(a_desc, at, full, to, pred=box < boxes)
             if C.GATED:
                 at = [expert, n * (C.OUT_N // 8), 0, 0, k * C.BLOCK_K]
+            elif C.TRANSPOSED:
+                at = [expert, k * C.BLOCK_K, n * C.OUT_N]
             else:
                 at = [expert, n * C.OUT_N, k * C.BLOCK_K]
             load_box(w_desc, at, full, ring.weights.index(stage))

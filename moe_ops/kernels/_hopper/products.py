@@ -49,8 +49,12 @@ def product(
     COLS: gl.constexpr = acc.shape[1]
     FIRST: gl.constexpr = COLS * (GROUP if C.BY_COLUMNS else PART)
     rows = ring.rows.index(stage * (C.BLOCK_M // BOX_ROWS) + (0 if C.BY_COLUMNS else GROUP))
-    weights = ring.weights.index(stage).reshape((C.BLOCK_N, C.BLOCK_K)).slice(FIRST, COLS, 0)
-    return warpgroup_mma(rows, weights.permute((1, 0)), acc, use_acc=ADD, is_async=True)
+    weights = ring.weights.index(stage)
+    if C.TRANSPOSED:
+        weights = weights.reshape((C.BLOCK_K, C.BLOCK_N)).slice(FIRST, COLS, 1)
+    else:
+        weights = weights.reshape((C.BLOCK_N, C.BLOCK_K)).slice(FIRST, COLS, 0).permute((1, 0))
+    return warpgroup_mma(rows, weights, acc, use_acc=ADD, is_async=True)
 
 
 @gluon.jit
