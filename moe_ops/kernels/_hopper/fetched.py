@@ -20,13 +20,15 @@ WARPS = gl.constexpr(2)
 
 
 @gluon.jit
-def fetch_rows(a, stride_am, ring, queue, v, C: gl.constexpr):
+def fetch_rows(a, pieces_am, ring, queue, v, C: gl.constexpr):
     """The fetching warps: copy the rows of every tile, and their scales of each step along K.
 
+    ``pieces_am``: the stride of rows in pieces of 16 bytes, so that copies are known to be aligned.
     What is copied to one allocation for a stage is copied at once, as the compiler puts a barrier
     between two copies. Copies have no mask for padding rows, which would take a register a row.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // C.ITEMSIZE], [4, 8], [WARPS, 1], [1, 0])
+    PIECE: gl.constexpr = 16 // C.ITEMSIZE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, PIECE], [4, 8], [WARPS, 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8 * C.ITEMSIZE, rank=2)
     stages = reinterpret(ring.rows, a.dtype.element_ty, [C.STAGES, C.BLOCK_M, C.BLOCK_K], SWIZZLED)
     ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -35,7 +37,7 @@ def fetch_rows(a, stride_am, ring, queue, v, C: gl.constexpr):
     boxes = read_tile(queue, number, WARPS)[4]
     while boxes > 0:
         source = queue.sources.load(gl.SliceLayout(1, LAYOUT))
-        offset = source[:, None] * stride_am + col
+        offset = source[:, None] * (pieces_am * PIECE) + col
         if C.SCALE_COLS is not None:
             scale = v.row_scale + queue.sources.load(ALONE) * C.STEPS
         tile_read(queue)

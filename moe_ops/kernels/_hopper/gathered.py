@@ -232,13 +232,13 @@ def multiply(to, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
-    out, product, a, stride_am, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
+    out, product, a, pieces_am, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written.
 
-    ``product``: the result before f, in slot order, or None. ``a``: rows that are fetched, or else
-    ``a_desc`` and ``scale_desc``: rows that are gathered or permuted, and their scales of each step
+    ``product``: the result before f, in slot order, or None. ``a``: rows that are fetched,
+    ``pieces_am`` pieces of 16 bytes after each other, or else ``a_desc`` and ``scale_desc``: rows that are gathered or permuted, and their scales of each step
     along K, if there are any.
     """
     STAGES: gl.constexpr = C.STAGES
@@ -265,7 +265,7 @@ def hopper_gemm_kernel(
             [
                 (multiply, (to, bias, ring, queue, v, 0, C)),
                 (multiply, (to, bias, ring, queue, v, 1, C)),
-                (fetch_rows, (a, stride_am, ring, queue, v, C)),
+                (fetch_rows, (a, pieces_am, ring, queue, v, C)),
                 (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
                 (schedule, (queue, counter, v, C)),
             ],

@@ -181,13 +181,13 @@ class HopperGemm:
         """Launch one program per SM, after the rows were gathered if they must be."""
         (out, product), c, (a_scale, w_scale, bias) = to, self.constants, vectors
         plan, _, num_slots, *_ = told
-        stride, boxes, scale_boxes = a.stride(0), None, None
+        pieces, boxes, scale_boxes = a.stride(0) * a.itemsize // 16, None, None
         if not c.FETCHES:
             rows, a_scale = self._in_boxes(a, a_scale, plan, num_slots)
-            boxes, a, stride = c.rows.of(rows), None, None
+            boxes, a, pieces = c.rows.of(rows), None, None
             scale_boxes = None if c.SCALE_COLS is None else c.row_scales.of(a_scale)
         c.many(
-            (device_facts(out.device).processors,), out, product, a, stride, boxes,
+            (device_facts(out.device).processors,), out, product, a, pieces, boxes,
             c.weights.of(w), scale_boxes, bias, a_scale, w_scale,
             plan.new_zeros(1) if c.ON_DEMAND else None, *told,
         )  # fmt: skip
