@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from legs import INTERPRETED
 from torch import Tensor
 
 import moe_ops
@@ -27,11 +28,12 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=two_gpus)]
 PATIENCE = 20
 """Seconds after which a rank that waits for another one in a collective fails. Ranks on busy cores
 come a few seconds late."""
-PRELOADED = [
-    "torch", "torch._functorch.aot_autograd", "torch._dynamo.testing", "sympy.tensor.tensor",
-    "torch._inductor.pattern_matcher", "moe_ops", "conftest", "ranks", "modular",
-    "tiny_transformers",
-]  # fmt: skip
+PRELOADED = ["torch", "moe_ops", "conftest", "ranks", "modular"]
+if not INTERPRETED:  # there nothing is compiled
+    PRELOADED += [
+        "torch._functorch.aot_autograd", "torch._dynamo.testing", "torch._inductor.pattern_matcher",
+        "sympy.tensor.tensor", "tiny_transformers",
+    ]  # fmt: skip
 """What the server of forked ranks imports once, so that no rank does. Absent modules do no harm."""
 
 
