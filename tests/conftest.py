@@ -7,6 +7,7 @@ is its Triton kernel in the interpreter (tests marked ``kernel``); on a GPU it i
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -35,6 +36,9 @@ room for the other tests in the 12 minutes of `.ci/run`."""
 # which graphs that are compiled once find little, and without collecting garbage each time.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 torch._dynamo.config.run_gc_after_compile = False
+# pytest adds its handlers to loggers that do not propagate, and a trace of each compilation is made
+# for whoever handles it: a tenth of the time.
+logging.getLogger("torch.__trace").propagate = True
 
 # Fresh memory is NaN (or the largest integer): rows that a kernel forgets are seen.
 torch.use_deterministic_algorithms(True, warn_only=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import held
-from ranks import mine, spawn
+from ranks import compiled_on, mine, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -229,7 +229,7 @@ def check_training(rank, ranks, compiled):
         if number % 2:
             run = partial(checkpoint, layer, use_reentrant=False)
         elif compiled:
-            run = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+            run = compiled_on(-1, layer, dynamic=False, backend="aot_eager")
 
         # An epsilon that is no smaller than noise: a gradient of 0 takes no step.
         optimizers = [torch.optim.Adam(x.parameters(), 1e-2, eps=1e-2) for x in (layer, whole)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import Experts, expected, fused, held, numbers, per_expert
-from ranks import mine, spawn
+from ranks import compiled_on, mine, spawn
 
 import moe_ops
 from moe_ops import EplbState
@@ -224,7 +224,7 @@ def check_results(rank, ranks):
         compiled = layer
         if ranks == 2 or {"dp_size", "tp_size"} <= way.keys():
             backend = "eager" if ranks == 2 and number % 2 else "aot_eager"
-            compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend=backend)
+            compiled = compiled_on(number, layer, dynamic=False, backend=backend)
         for step in range(3):
             for _ in range(2):
                 out = layer(*own, is_padding=padding[tokens])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import Experts, per_expert
-from ranks import BACKENDS, spawn
+from ranks import BACKENDS, compiled_on, spawn
 from torch._dynamo.testing import CompileCounter
 
 import moe_ops
@@ -44,7 +44,8 @@ def check_rank(rank, device):
         unpadded = expected.masked_fill(padding[:, None], 0)
         torch.testing.assert_close(out, unpadded[mine])
         for layer, rows, lowered in ((reduced, slice(None), mode == "tp"), (sequence, mine, False)):
-            check_compiled(layer, x[rows], logits[rows], expected[rows], lowered=lowered)
+            turn = int(lowered != (mode == "ep"))
+            check_compiled(turn, layer, x[rows], logits[rows], expected[rows], lowered=lowered)
             if device.type == "cuda":
                 check_captured(layer, x[rows], logits[rows], expected[rows])
 
@@ -139,15 +140,15 @@ def check_exchanges(rank, device):
         if backend == "alltoall":
             continue
         lowered = backend == "fixed_capacity"
-        check_compiled(layer, x[mine], logits[mine], expected, lowered=lowered)
+        check_compiled(int(lowered), layer, x[mine], logits[mine], expected, lowered=lowered)
         if device.type == "cuda":
             check_captured(layer, x[mine], logits[mine], expected)
 
 
-def check_compiled(layer, x, logits, expected, *, lowered):
+def check_compiled(turn, layer, x, logits, expected, *, lowered):
     """``lowered``: by AOTAutograd too, which takes twice as long as Dynamo alone."""
     backend = "aot_eager" if lowered else "eager"
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    compiled = compiled_on(turn, layer, dynamic=True, backend=backend)
     torch.testing.assert_close(compiled(x, logits), expected)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import Experts, per_expert
 from compilations import Compilations
-from ranks import mine, spawn
+from ranks import compiled_on, mine, spawn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ops
@@ -147,13 +147,14 @@ def check_compiled(rank, ranks):
     way = list(ways(rank, ranks))[ranks - 2]
     layer = layer_of({}, max_num_tokens=7, **way)
     replica = layer.moe_parallel_config.tokens_rank
+    layer(x[:2], logits[:2])  # compares the ranks, which a graph cannot
     backend = Compilations("aot_eager")
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+        compiled = compiled_on(-1, layer, dynamic=True, backend=backend)
         for counts in ((6, 4), (2, 7), (3, 0), (0, 5), (7, 1)):
             own = slice(counts[replica])
             torch.testing.assert_close(compiled(x[own], logits[own]), expected[own])
-    assert backend.count == 1
+    assert backend.count == (rank == ranks - 1)
 
 
 def check_mesh(rank, ranks):
@@ -196,6 +197,6 @@ def check(rank, ranks):
     dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_are_one_rank(ranks):
     spawn(check, ranks)

@@ -293,10 +293,8 @@ def test_errors(x, arguments, error, message):
         moe_ops.functional.batched_moe_kernel_quantize_input(x, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("quant",),
-    half_exhaustive(["fp8:*x*:float32", "fp8:1x*:float32", "fp8:1x16:pow2", ""], where=INTERPRETED),
-)
+@pytest.mark.skipif(INTERPRETED, reason="the graph is that of references")
+@pytest.mark.parametrize("quant", ["fp8:*x*:float32", "fp8:1x*:float32", "fp8:1x16:pow2", ""])
 def test_one_compilation_for_every_number_of_tokens(quant, device):
     """Dispatch, activation and combination, graph and eager alike to the bit."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -115,16 +115,19 @@ def test_real_sizes(scheme, sizes, device):
     assert not wrong
 
 
+FEW = {
+    "num_tokens": TOKENS[:4],
+    "scheme": ("unquantized", "fp8_channel", "int8_w8a16", "mxfp8"),
+    "has_bias": (False, True),
+}
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-@every_row("has_bias", (False, True))
-@every_row("scheme", ("unquantized", "fp8_channel", "int8_w8a16", "mxfp8"))
-@every_row("tokens", TOKENS[:4])
-def test_modular_kernels(kind, tokens, scheme, has_bias, device):
+@every_row("case", cover(FEW, []))
+def test_modular_kernels(kind, case, device):
     """Experts of both formats, with the activation in the first GEMM or apart."""
-    problem = Problem(
-        tokens, 6, 2, 64, 48, torch.bfloat16, scheme=scheme, has_bias=has_bias, routing="holes"
-    )
+    problem = Problem(1, 6, 2, 64, 48, torch.bfloat16, routing="holes").with_(**case)
     s = setup(problem, kind, device)
     plain = s.apply()
     x = s.inputs.hidden_states.clone().requires_grad_()

@@ -47,8 +47,10 @@ def activated(rows, activation):
     return rows.activated(formula(activation))
 
 
-SIZES_OF_MODELS = [(2880, 192), (704, 2880 if HAS_CUDA else 576), (1408, 64)]
-"""K and N. Without a GPU there are fewer tiles of N, of which the last holds as many columns."""
+SIZES_OF_MODELS = (
+    [(2880, 192), (704, 2880), (1408, 64)] if HAS_CUDA else [(832, 192), (704, 192), (896, 64)]
+)
+"""K and N. Without a GPU there are fewer steps and tiles, of which the last are as full."""
 
 
 def gemm_problem(tokens, k, kk, n, dtype, **more):

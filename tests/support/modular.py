@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import moe_ops
 from moe_ops import FusedMoEConfig, FusedMoEKernel
@@ -150,6 +151,12 @@ class Setup(NamedTuple):
         return self.kernel.apply(**self.arguments(**changes))
 
 
+@lru_cache(maxsize=16)
+def _quantized(problem: Problem, device: str, seed: int) -> Any:
+    """Inputs that neighbouring tests share: to quantize them takes as long as the experts do."""
+    return quantize_inputs(problem, make_inputs(problem, device, seed))
+
+
 def setup(
     problem: Problem,
     experts: type,
@@ -162,7 +169,7 @@ def setup(
     """A kernel of one class of experts, with the given or a matching prepare-finalize."""
     if prepare is None:
         prepare = next(p for p in PREPARES if fit(experts, p))
-    quantized = quantize_inputs(problem, make_inputs(problem, device, seed))
+    quantized = tree_map_only(Tensor, torch.clone, _quantized(problem, str(device), seed))
     parts = (
         build_prepare(prepare, problem, asynchronous),
         build_experts(experts, problem, quantized.config, device),

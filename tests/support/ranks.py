@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from legs import INTERPRETED
 from torch import Tensor
 
 import moe_ops
@@ -27,10 +28,12 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=two_gpus)]
 PATIENCE = 20
 """Seconds after which a rank that waits for another one in a collective fails. Ranks on busy cores
 come a few seconds late."""
-PRELOADED = [
-    "torch", "torch._functorch.aot_autograd", "moe_ops", "conftest", "ranks", "modular",
-    "tiny_transformers",
-]  # fmt: skip
+PRELOADED = ["torch", "moe_ops", "conftest", "ranks", "modular"]
+if not INTERPRETED:  # there nothing is compiled
+    PRELOADED += [
+        "torch._functorch.aot_autograd", "torch._dynamo.testing", "torch._inductor.pattern_matcher",
+        "sympy.tensor.tensor", "tiny_transformers",
+    ]  # fmt: skip
 """What the server of forked ranks imports once, so that no rank does. Absent modules do no harm."""
 
 
@@ -80,6 +83,16 @@ def _run(
     dist.init_process_group(backend, store, wait, world_size=ranks, rank=rank)
     check(rank, ranks, *arguments)
     dist.destroy_process_group()
+
+
+def compiled_on(number: int, call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``call`` compiled on one rank, with ``number`` counted around; as it is on the others.
+
+    Graphs of ranks differ in constants, and each takes seconds: ranks take turns. An eager rank
+    takes part in the same exchanges.
+    """
+    here = dist.get_rank() == number % dist.get_world_size()
+    return torch.compile(call, fullgraph=True, **options) if here else call
 
 
 def device() -> torch.device:
