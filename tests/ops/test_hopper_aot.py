@@ -291,7 +291,7 @@ def test_order_and_routing_weights(tile, weights):
             assert kernel.src.signature["row_scale"] == type_of[weights]
 
 
-@pytest.mark.parametrize("scheme", [*PACKED_AT_ONCE, "fp8_tensor"])
+@every_row(("scheme",), [(scheme,) for scheme in (*PACKED_AT_ONCE, "fp8_tensor")])
 def test_rows_are_quantized_as_they_are_packed(scheme):
     """Unless all of them share a scale of their own."""
     _, *kernels = aot.launched_names(90, launch_unquantized(scheme))
