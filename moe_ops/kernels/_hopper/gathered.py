@@ -238,8 +238,8 @@ def hopper_gemm_kernel(
     """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written.
 
     ``product``: the result before f, in slot order, or None. ``a``: rows that are fetched,
-    ``pieces_am`` pieces of 16 bytes after each other, or else ``a_desc`` and ``scale_desc``: rows that are gathered or permuted, and their scales of each step
-    along K, if there are any.
+    ``pieces_am`` pieces of 16 bytes after each other; or else ``a_desc`` and ``scale_desc``: rows
+    that are gathered or permuted, and their scales of each step along K, if there are any.
     """
     STAGES: gl.constexpr = C.STAGES
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8 * C.ITEMSIZE, rank=2)
