@@ -50,7 +50,9 @@ MANY = {"num_tokens": 100, "num_experts": 2, "top_k": 1, "hidden_size": 272,
         "intermediate_size": 144}  # fmt: skip
 """Enough rows an expert for Hopper to pack those of 8-bit numbers, in tiles of 64."""
 PACKED = {**MANY, "num_tokens": 700, "hidden_size": 256, "intermediate_size": 128}
-"""Enough for 16-bit numbers, too; in tiles of 128."""
+"""Enough for 16-bit numbers, too; in tiles of 128, whose rows Hopper fetches."""
+WIDE = {**PACKED, "intermediate_size": 1600}
+"""A first product that is too wide for that."""
 SCHEMES = (
     "unquantized", "fp8_tensor_static", "fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel",
     "int8_block128", "fp8_w8a16", "int8_w8a16", "int4_w4a16_g128", "int4_w4a16_g128_zp",
@@ -72,6 +74,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     **{f"tails/{str(t)[6:]}": {**TAILS, "dtype": t} for t in (F16, F32)},
     **{f"many/{str(t)[6:]}": {**MANY, "dtype": t} for t in (F16, F32)},
     "packed/float16": {**PACKED, "dtype": F16},
+    **{f"packed/wide/{s}": {**WIDE, "scheme": s} for s in ("unquantized", "fp8_channel")},
     "packed/skewed-tails": {**MANY, "num_tokens": 750, "num_experts": 3, "routing": "skewed"},
     "blocks-of-slots": {**TAILS, "num_tokens": 600},
 }

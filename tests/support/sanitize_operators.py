@@ -117,6 +117,7 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
     batch = some(3, 17, 2200, dtype=F16)
     bias, order = some(60), moe_permutation(many, mapping, 4)
     of_slots = planned(ids_of(400, 3, 1), None, 3).plan
+    of_two, turned = planned(ids_of(700, 2, 1), None, 2).plan, some(2, 136, 264, dtype=BF16).mT
     return {
         "fused_topk": [(some(65, 60), bias, 4, True, name, 1.5)
                        for name in ("softmax", "sigmoid", "sqrtsoftplus")]
@@ -138,6 +139,10 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
         "batched_dispatch": [(x, None, weights, ids, 2, 3, 20, "fp8:1x128:float32")],
         "batched_rows": [(many, 1, 4, 300)],
         "batched_quantize": [(batch, None, counts, "fp8:*x*:float32")],
+        "expert_product": [
+            (some(700, 136, dtype=BF16), None, [turned], None, [of_two, None, None], 1,
+             "unquantized", BF16),
+        ],
         "expert_product_sum": [
             tuple(sum_call(SumProblem(1, 10, 80, 144, 272, scheme, routing="map", has_bias=True)))
             for scheme in ("unquantized", "fp8_channel", "fp8_block128")
