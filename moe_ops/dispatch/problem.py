@@ -43,6 +43,8 @@ class WeightRows(NamedTuple):
     """Weight rows that share a scale."""
     scale_cols: int | None
     """Elements along K that share a scale; None: all, or there are no scales."""
+    transposed: bool = False
+    """Whether the weight is contiguous along its rows, not along K."""
 
     @staticmethod
     def of(rule: Formula | None, n: int, quant: Quant | None, scale_rows: int | None) -> WeightRows:
@@ -154,7 +156,8 @@ class GemmProblem(NamedTuple):
     def weight_rows(self) -> WeightRows:
         """Layout of the weight's rows and of their scales."""
         quant = get_scheme(self.scheme).weight
-        return WeightRows.of(self.rule, self.sizes.n, quant, self.scale_rows)
+        rows = WeightRows.of(self.rule, self.sizes.n, quant, self.scale_rows)
+        return rows._replace(transposed=self.transposed)
 
     @property
     def one_token(self) -> bool:

@@ -21,14 +21,7 @@ from table_items import every_row  # noqa: E402
 from moe_ops.dispatch import GemmProblem  # noqa: E402
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.many_rows import GATHERED  # noqa: E402
-from moe_ops.dispatch.hopper import (  # noqa: E402
-    FETCH,
-    FETCHED_ROWS,
-    PACKED,
-    HopperTiles,
-    most_stages,
-    widths,
-)
+from moe_ops.dispatch.hopper import FETCH, FETCHED_ROWS, PACKED, HopperTiles, most_stages, widths  # noqa: E402
 from moe_ops.dispatch.row_tiles import HOPPER, INVARIANT
 from moe_ops.dispatch.tiles import Gemm, row_tile
 from moe_ops.kernels import expert_product

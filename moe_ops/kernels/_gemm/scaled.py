@@ -253,7 +253,7 @@ class Variant(NamedTuple):
 
     def _layout(self, rule: Formula | None, block_n: int) -> Layout:
         """The `Layout` for tiles of ``block_n`` output columns."""
-        step, up, count, rows, _ = self.weight
+        step, up, count, rows, *_ = self.weight
         groups = scale_groups(self.n, self.quant.shared_cols, rows, rule)
         return Layout(
             step=step,

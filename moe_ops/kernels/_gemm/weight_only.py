@@ -315,7 +315,7 @@ class Variant(NamedTuple):
         """The `Format` of the weights for these tiles."""
         quant = self.scheme.weight
         rule = formula(self.activation) if self.activation else None
-        step, up, count, rows, cols = WeightRows.of(rule, self.n, quant, self.scale_rows)
+        step, up, count, rows, cols, _ = WeightRows.of(rule, self.n, quant, self.scale_rows)
         return Format(
             step=step,
             up=up,

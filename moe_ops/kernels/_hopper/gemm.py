@@ -40,8 +40,6 @@ class Constants(StoredLayout, TiledLayout):
     """Stride between row scales that span K; 0 if all rows share one scale."""
     FETCHES: bool
     """Whether the kernel copies rows from where they lie, not from gathered or permuted rows."""
-    TRANSPOSED: bool
-    """Whether the weight is contiguous along its rows, not along K."""
     INTEGER: bool
     """Whether operands are int8, whose sums along K are exact in int32."""
     BLOCK_N: int
@@ -76,9 +74,6 @@ class Constants(StoredLayout, TiledLayout):
     @cached_property
     def weights(self) -> Boxes:
         """TMA descriptors of weights."""
-        if self.TRANSPOSED:
-            box = [1, self.BLOCK_K, self.BLOCK_N]
-            return Boxes(lambda w: descriptor(w.transpose(1, 2), box))
         return Boxes(lambda w: self.weight_box(w, self.BLOCK_N))
 
     @cached_property
@@ -114,7 +109,6 @@ def constants(
     rows: RowFacts,
     tiles: HopperTiles,
     ordered: str | None = None,
-    transposed: bool = False,
 ) -> Constants:
     """The `Constants` for ``n`` output columns."""
     gated = rule is not None and rule.gated
@@ -127,7 +121,6 @@ def constants(
         WEIGHTED=rows.of_slots,
         ROW_SCALE_STRIDE=0 if rows.shared else 1,
         FETCHES=tiles.kernel == FETCH,
-        TRANSPOSED=transposed,
         INTEGER=rows.integer,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -153,7 +146,7 @@ class HopperGemm:
         rows = RowFacts(*numbers, quant is not None and quant.per_tensor, problem.weighted)
         self.constants = constants(
             sizes.n, sizes.k, problem.top_k, problem.rule, problem.weight_rows, rows, tiles,
-            problem.permuted, problem.transposed,
+            problem.permuted,
         )  # fmt: skip
         self.alone, self.num_rows = tiles.alone, plan.gathered_rows
         self.quant = quant if plan.quantizes_rows else None

@@ -62,6 +62,8 @@ class StoredLayout(ProductLayout):
     """Distance in weight rows from one output column to the next."""
     UP: int
     """Distance in weight rows from a gate row to its up row; 0 without a gate."""
+    TRANSPOSED: bool
+    """Whether the weight is contiguous along its rows, not along K."""
     SCALE_COLS: int | None
     """Elements along K that share a scale, of both operands; None: all, or there are no scales."""
     WEIGHTED: bool
@@ -75,6 +77,8 @@ class StoredLayout(ProductLayout):
 
         With a gate, a box alternates 8 gate and 8 up rows.
         """
+        if self.TRANSPOSED:
+            return descriptor(w.transpose(1, 2), [1, self.BLOCK_K, rows])
         if not self.GATED:
             return descriptor(w, [1, rows, self.BLOCK_K])
         expert, row, _ = w.stride()
@@ -96,6 +100,7 @@ def stored_layout(
         "UP": weight.up,
         "WEIGHT_ROWS": weight.rows,
         "SCALE_ROWS": weight.scale_rows,
+        "TRANSPOSED": weight.transposed,
         "SCALE_COLS": weight.scale_cols,
         "ITEMSIZE": itemsize,
         "BLOCK_K": ROW_BYTES // itemsize,
