@@ -224,11 +224,23 @@ def test_every_packed_tile(scheme, tile, on_demand):
         check_packed(kernel, scheme, block_m, block_n, on_demand)
 
 
-@every_row(("scheme",), [(scheme,) for scheme in SCHEMES])
+def launch_turned(empty):
+    """Both data gradients of a layer, whose weights are contiguous along their rows."""
+    ids = empty(32768, TOP_K, dtype=torch.int32)
+    for n, k, top_k in ((2048, 1536, 1), (768, 2056, TOP_K)):
+        with plans.row_tile(128, portable_only=False):
+            tiles = given_plan(ids, EXPERTS, "unquantized")
+            rows, w = empty(32768 * TOP_K // top_k, k), empty(EXPERTS, k, n).mT
+            plain_product(expert_product, rows, w, None, None, tiles, top_k, "")
+
+
+@every_row(("scheme",), [(scheme,) for scheme in (*SCHEMES, "turned")])
 def test_every_fetching_tile(scheme):
     """Rows come by copies of 16 bytes. 2880 and 2904 are no whole steps of 8 and of 16 bits."""
     config = packed(128, 256, True, FETCH)
-    if scheme == "unquantized":
+    if scheme == "turned":
+        launch, scheme = launch_turned, "unquantized"
+    elif scheme == "unquantized":
         launch = launch_ordered("swigluoai", None, False, config, 2904)
     else:
         launch = launch_hopper_layer(scheme, 65536, "swigluoai", 2880, 1408, True, config)
