@@ -24,6 +24,8 @@ from moe_ops.tensors import TensorSpec
 
 BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 """Dtypes that Hopper's kernels multiply."""
+REACH = 2**31
+"""Numbers that 32-bit offsets reach, with which Hopper's kernel fetches rows."""
 STORED, EACH, ALL = "stored", "each", "all"
 """States of rows: already in the form that the kernel multiplies; to be quantized independently of
 each other; to be quantized with one scale that depends on all rows, or with one scale per
@@ -79,8 +81,8 @@ class GemmProblem(NamedTuple):
     boxes: bool = True
     """Whether Hopper's kernels can read the operands, which are aligned: of one dtype with float32
     scales, or a packed weight that they dequantize."""
-    aligned: bool = True
-    """Whether rows begin at multiples of 16 bytes."""
+    within_reach: bool = True
+    """Whether rows begin at multiples of 16 bytes, all within `REACH` of the first."""
     transposed: bool = False
     """Whether `boxes` holds but for a weight that is contiguous along its rows, not along K."""
     num_tokens: int | None = None
@@ -205,7 +207,7 @@ def problem_of(operands: OperandSpecs) -> GemmProblem:
         expert_scales=scales > 1,
         shared_scale=scales == 1,
         boxes=operands.gluon and boxes,
-        aligned=_aligned(operands.a),
+        within_reach=_aligned(operands.a) and a.shape[0] * a.strides[0] <= REACH,
         transposed=operands.gluon and not (fragments or operands.adds or boxes) and transposed,
         num_tokens=operands.num_tokens,
         summed=operands.summed,

@@ -131,8 +131,12 @@ def test_who_fetches_rows():
     dense, second = problems("unquantized", 2048)
     assert plan_gemm(dense, HOPPER).kernel == FETCH and not plan_gemm(dense, HOPPER).gathered_rows
     wide = dense._replace(sizes=dense.sizes._replace(n=1544))
-    for other in (dense._replace(aligned=False), dense._replace(permuted="a"), wide):
+    for other in (dense._replace(within_reach=False), dense._replace(permuted="a"), wide):
         assert plan_gemm(other, HOPPER).kernel == PACKED
+    for tokens, reached in ((2**20, True), (2**20 + 1, False)):  # of H numbers
+        far, _ = problems("unquantized", tokens)
+        assert far.within_reach is reached
+        assert (plan_gemm(far, HOPPER).kernel == FETCH) is reached
     turned = second._replace(boxes=False, transposed=True, permuted=None)
     assert plan_gemm(turned, HOPPER).kernel == FETCH
     for other in (

@@ -178,7 +178,7 @@ EITHER_WAY = (
             or (p.gemm.itemsize == 2 and p.rule is None and p.sizes.n % 8 == p.sizes.k % 8 == 0)
         ),
     ),
-    Condition(WHOLE_BOXES.must, lambda p, _: p.transposed or WHOLE_BOXES.holds(p, _)),
+    Condition(WHOLE_BOXES.must, lambda p, gpu: p.transposed or WHOLE_BOXES.holds(p, gpu)),
 )
 
 
@@ -250,8 +250,8 @@ FETCHED = Persistent(
         ),
         PLANNED,
         Condition(
-            "rows must be aligned, and in the order of tokens or slots",
-            lambda p, _: p.aligned and p.permuted != "a",
+            "rows must be aligned, fewer than 2**31 numbers, and in the order of tokens or slots",
+            lambda p, _: p.within_reach and p.permuted != "a",
         ),
     ),
     lambda p, device: tall_tiles(FETCH, p.gemm, 128, device),

@@ -7,9 +7,9 @@ a dynamic schedule boxes of 64 padding rows are neither copied nor multiplied.
 
 The rows of the first operand are gathered and padded (`pack`), so that 64 of them are one TMA box;
 or they are permuted rows without padding, and the last rows of a tile are not stored; or two more
-warps fetch them where they lie (`fetched`). If the
-activation has a gate, a weight box alternates 8 gate rows with their 8 up rows: a thread then holds
-both elements of each pair, and the activation needs no data exchange.
+warps fetch them where they lie (`fetched`). If the activation has a gate, a weight box alternates 8
+gate rows with their 8 up rows: a thread then holds both elements of each pair, and the activation
+needs no data exchange. A weight may be contiguous along its rows instead of along K.
 
 Source: the structure is that of CUTLASS's and DeepGEMM's warp-specialised kernels.
 """
