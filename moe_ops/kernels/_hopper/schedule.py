@@ -74,7 +74,10 @@ def count_parts(v, m, C: gl.constexpr):
 
 @gluon.jit
 def sources_of(v, m, C: gl.constexpr):
-    """The rows of the first operand for a tile; for padding that of the first, which is fetched."""
+    """The rows of the first operand for a tile; padding gets the tile's first, which is read anyway.
+
+    One row for all padding would make all programs read the same line of the L2 cache.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot, real = slots_of(v, m, gl.arange(0, C.BLOCK_M, layout=LAYOUT), C)
     first = gl.load(v.tiles + HEADER + m * C.BLOCK_M)
