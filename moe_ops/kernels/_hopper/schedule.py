@@ -74,7 +74,7 @@ def count_parts(v, m, C: gl.constexpr):
 
 @gluon.jit
 def sources_of(v, m, C: gl.constexpr):
-    """The rows of the first operand for a tile; padding gets the tile's first, which is read anyway.
+    """The rows of the first operand for a tile; padding gets the tile's first, read anyway.
 
     One row for all padding would make all programs read the same line of the L2 cache.
     """
