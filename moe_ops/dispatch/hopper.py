@@ -38,6 +38,8 @@ ROW_BYTES = 128
 GATHERED_LOAD = {1: 3, 2: 5}
 """The first bucket in which rows are gathered (more than 42 rows per expert, or 170), by bytes per
 number; tiles of 192 rows always are. Below it, a pass over the rows costs more than it saves."""
+FETCH_TILE = 128
+"""The row tile of the kernel that fetches rows."""
 FETCHED_ROWS = 1536
 """Weight rows, for each byte per number, up to which rows are fetched inside the product. A wider
 product reads each row more often, which takes longer than gathering it once."""
@@ -134,7 +136,7 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
             return (256,) if itemsize == 2 else ()
         return (128, 256) if block_m in (64, 128) else ()
     if kernel == FETCH:
-        return (256,) if block_m == 128 else ()
+        return (256,) if block_m == FETCH_TILE else ()
     if block_m > 64 or itemsize > 1:
         return ()
     return (64,) if block_m == 64 else (64, 128)

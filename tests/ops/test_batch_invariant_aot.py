@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from products import plain_product, scaled_product, stored_product  # noqa: E402
+from table_items import every_row  # noqa: E402
 
 from moe_ops import fake_impls  # noqa: E402
 from moe_ops.dispatch.tiles import MANY_TOKENS  # noqa: E402
@@ -118,7 +119,7 @@ def slow_way(code):
     return "".join(body for _, body in branches)
 
 
-@pytest.mark.parametrize("scoring", SCORING_FUNCS)
+@every_row(("scoring",), [(scoring,) for scoring in SCORING_FUNCS])
 def test_routing_adds_no_floats_that_decide(scoring):
     """None but a softmax's, in float64, of which certainly all sums give the same scores.
 

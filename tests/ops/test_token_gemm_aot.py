@@ -15,6 +15,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from pairwise import cover, every  # noqa: E402
 from sum_calls import SumCall  # noqa: E402
+from table_items import every_row  # noqa: E402
 from token_layers import Layer, promised  # noqa: E402
 
 from moe_ops.dispatch.hopper import LEAST_TOKEN_STAGES  # noqa: E402
@@ -256,7 +257,7 @@ def test_it_begins_early_only_where_it_is_told_to():
     assert early == [False, True]
 
 
-@pytest.mark.parametrize("name", ["w_scale", "topk_ids", "expert_map"])
+@every_row(("name",), [("w_scale",), ("topk_ids",), ("expert_map",)])
 def test_it_does_not_read_copies_early(name):
     """They are made between the two GEMMs."""
 

@@ -19,6 +19,7 @@ from moe_ops.dispatch.families.base import (
 )
 from moe_ops.dispatch.hopper import (
     FETCH,
+    FETCH_TILE,
     FETCHED_ROWS,
     GATHERED_LOAD,
     LEAST_COLUMNS,
@@ -171,8 +172,8 @@ CONDITIONS = (BOXES, WHOLE_BOXES, *COMMON)
 EITHER_WAY = (
     Condition(BOXES.must, lambda p, _: p.boxes or p.transposed),
     Condition(
-        "a transposed weight must have 16-bit numbers, no activation, and a multiple of 8 rows, "
-        "got {problem.sizes.n}",
+        "a transposed weight must have 16-bit numbers, no activation, and multiples of 8 rows and "
+        "columns, got {problem.sizes.n} and {problem.sizes.k}",
         lambda p, _: (
             not p.transposed
             or (p.gemm.itemsize == 2 and p.rule is None and p.sizes.n % 8 == p.sizes.k % 8 == 0)
@@ -232,7 +233,7 @@ GATHERED = Persistent(
 
 
 def _sorts(problem: GemmProblem) -> bool:
-    """Whether the routing is known, by which slots are sorted again for tiles of 128 rows."""
+    """Whether slots are sorted again, by the routing, for tiles of `FETCH_TILE` rows."""
     tall = problem.sizes.row_tile == TALL_ROW_TILE
     return problem.transposed and problem.num_tokens is not None and tall
 
@@ -245,8 +246,8 @@ FETCHED = Persistent(
         *EITHER_WAY,
         *COMMON,
         Condition(
-            "tiles must have 128 rows; slots are sorted again for a transposed weight",
-            lambda p, _: p.sizes.row_tile == 128 or _sorts(p),
+            f"tiles must have {FETCH_TILE} rows; slots are sorted again for a transposed weight",
+            lambda p, _: p.sizes.row_tile == FETCH_TILE or _sorts(p),
         ),
         PLANNED,
         Condition(
@@ -254,7 +255,7 @@ FETCHED = Persistent(
             lambda p, _: p.within_reach and p.permuted != "a",
         ),
     ),
-    lambda p, device: tall_tiles(FETCH, p.gemm, 128, device),
+    lambda p, device: tall_tiles(FETCH, p.gemm, FETCH_TILE, device),
     preferred=(
         Condition("experts must have more rows for wide tiles to pay", _many),
         Condition(
