@@ -126,8 +126,9 @@ class Product(NamedTuple):
     """Rows of ``into`` for each row that is multiplied."""
     repeats: int = 1
     """Slots for each row of ``into``."""
-    columns: slice = slice(None)
-    """Columns of the slots' rows."""
+    columns: slice | None = None
+    """Columns of the slots' rows; None: all of them. (Dynamo of torch 2.11 takes no slice as a
+    field's default.)"""
 
     @staticmethod
     def of(low: LowRank, spaces: tuple[SlotRows, SlotRows, SlotRows], top_k: int) -> Product:

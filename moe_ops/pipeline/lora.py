@@ -171,16 +171,16 @@ def add_product(
     space: SlotRows,
     weights: Tensor | None = None,
     top_k: int = 1,
-    columns: slice = slice(None),
+    columns: slice | None = None,
 ) -> None:
     """Add ``weights[s] * rows[s // top_k] @ w[e].T`` to ``total[s]`` of each slot with an adapter.
 
     The sum is that of ``total``, which is rounded already, and of the product in float32.
-    Column c of the product is added to the c-th of ``columns``.
+    Column c of the product is added to the c-th of ``columns``; None: to column c.
     """
     tiles, invariant = [*space.tiles], space.batch_invariant
-    place = {"first_column": columns.start or 0, "column_step": columns.step or 1}
-    ops.expert_product_out(rows, [w], weights, tiles, top_k, invariant, **place, out=total)
+    first, step = (0, 1) if columns is None else (columns.start or 0, columns.step or 1)
+    ops.expert_product_out(rows, [w], weights, tiles, top_k, invariant, first, step, out=total)
 
 
 def adapter_gradient(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:

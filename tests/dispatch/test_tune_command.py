@@ -20,6 +20,7 @@ from tune_trials import (
 )
 
 from moe_ops import cli
+from moe_ops.dispatch.hopper import FETCH
 from moe_ops.dispatch.tuned_file import parse
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import is_packed
@@ -250,7 +251,7 @@ def test_trials_launch_hoppers_kernels(scheme, tokens, rows, made, monkeypatch):
 
     def record_constants(self, *given):
         c = self.constants
-        seen.append((c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, self.gathered))
+        seen.append((c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, self.alone, c.FETCHES))
         run(self, *given)
 
     monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", record_constants)
@@ -262,6 +263,6 @@ def test_trials_launch_hoppers_kernels(scheme, tokens, rows, made, monkeypatch):
             assert clock(start) == 7.0  # and its result is right
             seen.clear()
             clock(start)
-        assert seen == ([(*expected, tiles.gathered)] if own else [])
+        assert seen == ([(*expected, tiles.alone, own == FETCH)] if own else [])
         tried += own is not None
     assert tried >= (0 if scheme == "unquantized" and rows == 32 else 2)

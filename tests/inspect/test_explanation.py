@@ -17,7 +17,7 @@ from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed, device_facts
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN
+from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, format_of
 from moe_ops.support import ARCHITECTURES, SUPPORT
@@ -199,7 +199,8 @@ def test_explained_tiles_are_those_that_run(
             launch(self, *arguments)
 
     def record_hoppers(self, *arguments):
-        c, kernel = self.constants, PACKED if self.gathered else STREAM
+        c = self.constants
+        kernel = FETCH if c.FETCHES else PACKED if self.alone else STREAM
         seen.append({"kernel": kernel, "num_stages": c.STAGES, "ctas": 1, **vars(c)})
 
     monkeypatch.setattr(Launch, "__call__", record)

@@ -42,6 +42,10 @@ CASES = {
     "odd_width": {"intermediate_size": 97},
 }
 
+SHARDED = (None, "int8_w8a16") if torch.__version__ >= "2.13" else (None,)
+"""Schemes whose layers can be cut by fully_shard: that of torch 2.11 takes no integer parameters,
+and gloo sent no fp8."""
+
 
 def way(rank, kind):
     """Options of one of two ranks."""
@@ -280,7 +284,7 @@ def check_meta(mesh, options, folder):
         for name, shape in shapes.items()
     }
     few = {name: x for name, x in weights.items() if "gate" not in name}
-    for scheme in (None, "int8_w8a16"):
+    for scheme in SHARDED:
         how = {"progress": False, "quantize": scheme is not None}
         whole = Block(scheme=scheme)
         moe_ops.load_checkpoint(whole.experts, weights, **how)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from pairwise import cover
-from plans import planned
 from table_items import every_row
 
 from moe_ops import ops, quantize_weight
@@ -52,7 +51,8 @@ def test_both_results(case, device):
     rows = (x, static)
     if quant is not None and SCHEMES[scheme].dequantizes_both:
         rows = ops.moe_quantize(x, static, None, ids, expert_map, len(w), quant.key)
-    tiles = [*Tiles(planned(ids, expert_map, len(w), scheme)[0], ids, expert_map)]
+    plan = ops.plan_slots(ids, expert_map, len(w), scheme, torch.bfloat16)
+    tiles = [*Tiles(plan, ids, expert_map)]
     weights = weights if case["weighted"] else None
     call = (*rows, quantized, weights, tiles, 2, scheme, torch.bfloat16)
     h, product = ops.activated_product(*call, activation, case["expert_order"])
