@@ -40,15 +40,25 @@ def tanh(x):
 
 
 @triton.jit
+def at_most(x, LIMIT: tl.constexpr):
+    """The smaller one; NaN stays NaN.
+
+    An instruction for it, since LLVM moves what is added later into a comparison's branches. There
+    it may become one with a product before, so that kernels of one formula had other bits.
+    """
+    return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def gate(g, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr):
     """The activation function of the gate, in float32."""
     if FUNCTION == "swiglu":
         if LIMIT is not None:
-            g = tl.where(g > LIMIT, LIMIT, g)
+            g = at_most(g, LIMIT)
         value = g * tl.sigmoid(ALPHA * g)
     elif FUNCTION == "swiglustep":
         value = g * tl.sigmoid(g)
-        value = tl.where(value > LIMIT, LIMIT, value)
+        value = at_most(value, LIMIT)
     elif FUNCTION == "situ":
         value = BETA * tanh(g / BETA) * tl.sigmoid(g)
     elif FUNCTION == "relu2":
@@ -66,9 +76,9 @@ def gate(g, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BE
 def up_factor(
     u, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr
 ):  # fmt: skip
-    """The factor that up makes. Clamps by comparison, not min/max, so that NaN stays NaN."""
+    """The factor that up makes."""
     if LIMIT is not None:
-        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+        u = at_most(tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT)
     if FUNCTION == "swiglu":
         u = u + BETA
     if LINEAR_BETA is not None:
@@ -94,7 +104,7 @@ def gate_slope(
     if FUNCTION == "swiglu":
         x = g
         if LIMIT is not None:
-            x = tl.where(g > LIMIT, LIMIT, g)
+            x = at_most(g, LIMIT)
         s = tl.sigmoid(ALPHA * x)
         slope = s + ALPHA * x * s * tl.sigmoid(-ALPHA * x)
         if LIMIT is not None:

@@ -102,34 +102,51 @@ def test_a_layer(scheme, layer):
         ("unquantized", 8000, "silu", 64),
         ("int8_channel", 4000, "swigluoai", 0),
         ("fp8_block128", 4000, "silu", None),
+        ("int4_w4a8_g128", 4000, "swigluoai", 0),
     ],
 )
 def test_the_product_beside_its_activation(scheme, tokens, activation, spilled):
-    """One kernel stores both, 16 bytes a thread; or two kernels where one would spill in its loop.
+    """One kernel stores both; or two kernels where one would spill in its loop.
 
-    Tiles of 192 rows keep some addresses of their epilogue in memory.
+    Hopper's own kernel stores 16 bytes a thread, and keeps some addresses of the epilogue of tiles of
+    192 rows in memory. As many products and sums are joined as without the product, since the
+    activated rows must have the same bits.
     """
 
-    def launch(empty):
-        quant, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
-        ids = empty(tokens, TOP_K, dtype=torch.int32)
-        a, scale, w = empty(tokens, 2048), None, [empty(EXPERTS, 1536, 2048), None]
-        if quant is not None:
-            a, w = empty(tokens, 2048, dtype=quant.dtype), [w[0].to(weight.dtype), None]
-            scale = empty(*quant.row_scale_shape(tokens, 2048), dtype=torch.float32)
-            w += [empty(*weight.weight_scale_shape(EXPERTS, 1536, 2048), dtype=torch.float32)]
-        with plans.row_tile(None, portable_only=False):
-            tiles = given_plan(ids, EXPERTS, scheme)
-            call = (a, scale, w, None, tiles, TOP_K, scheme, torch.bfloat16, activation)
-            expert_product.activated_product(*call, weight is None)
+    def gemms(operator):
+        def launch(empty):
+            quant, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
+            ids = empty(tokens, TOP_K, dtype=torch.int32)
+            a, scale, w = empty(tokens, 2048), None, [empty(EXPERTS, 1536, 2048), None]
+            if quant is not None:
+                a = empty(tokens, 2048, dtype=quant.dtype)
+                scale = empty(*quant.row_scale_shape(tokens, 2048), dtype=torch.float32)
+                sizes = weight.weight_scale_shape(EXPERTS, 1536, 2048)
+                w = [
+                    empty(EXPERTS, 1536, weight.data_width(2048), dtype=weight.dtype),
+                    None,
+                    empty(*sizes, dtype=weight.scale_dtype),
+                    None,
+                    empty(EXPERTS, dtype=torch.float32) if weight.global_scale else None,
+                ]
+            with plans.row_tile(None, portable_only=False):
+                tiles = given_plan(ids, EXPERTS, scheme)
+                call = (a, scale, w, None, tiles, TOP_K, scheme, torch.bfloat16, activation)
+                operator(*call, weight is None)
 
-    kernels = [k for k in aot.compile_launch(90, launch) if "gemm" in k.metadata.name]
+        return [k for k in aot.compile_launch(90, launch) if "gemm" in k.metadata.name]
+
+    kernels = gemms(expert_product.activated_product)
     used = [aot.resources(k, 90)["spilled"] for k in kernels]
     assert len(used) == (1 if spilled is not None else 2)
     assert max(used) <= (spilled or 0)
-    for kernel in kernels:
+    for kernel in kernels if scheme != "int4_w4a8_g128" else ():
         stores = re.findall(r"st\.global\S*", kernel.asm["ptx"])
         assert stores and all(".v4" in store for store in stores)
+    if spilled is not None:
+        (alone,) = gemms(expert_product.expert_product)
+        joined = [k.asm["ptx"].count("fma.rn.f32") for k in (*kernels, alone)]
+        assert joined[0] == joined[1]
 
 
 MODELS = {
