@@ -108,8 +108,8 @@ def test_a_layer(scheme, layer):
 def test_the_product_beside_its_activation(scheme, tokens, activation, spilled):
     """One kernel stores both; or two kernels where one would spill in its loop.
 
-    Hopper's own kernel stores 16 bytes a thread, and keeps some addresses of the epilogue of tiles of
-    192 rows in memory. As many products and sums are joined as without the product, since the
+    Hopper's own kernel stores 16 bytes a thread, and keeps some addresses of its epilogue in memory
+    if tiles have 192 rows. As many products and sums are joined as without the product, since the
     activated rows must have the same bits.
     """
 

@@ -89,7 +89,7 @@ def test_expert_order(case, activation, hidden, width, launched):
     "experts", [moe_ops.pipeline.TritonExperts, moe_ops.pipeline.GroupedGemmExperts]
 )
 def test_packings_of_a_layer(experts, launched):
-    """In tiles of 128 rows the first GEMM packs tokens if it is wide, and nothing else is packed."""
+    """With tiles of 128 rows the first GEMM packs tokens if it is wide; nothing else is packed."""
     for width, packs in ((1600, experts is moe_ops.pipeline.TritonExperts), (128, False)):
         launched.clear()
         s = setup(Problem(640, 4, 2, 256, width, torch.bfloat16), experts, device="cuda")
