@@ -1,0 +1,51 @@
+"""The benchmark of forward and backward over ranks, on two of them without a GPU."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import spawn
+
+from moe_ops.bench.problems import TINY as LAYER
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+bench = import_module("bench_training_ranks")
+
+BACKENDS = ["symmetric", "allgather_reducescatter"]
+
+
+def check_rows(rank, ranks):
+    rows = list(bench.rows_of(LAYER, 5, BACKENDS, torch.device("cpu")))
+    assert [(row.impl, row.ranks) for row in rows] == [
+        (bench.ONE_GPU, 1), *((backend, ranks) for backend in BACKENDS),
+    ]  # fmt: skip
+    sizes = LAYER.hidden_size * LAYER.intermediate_size
+    flops = 6 * 5 * LAYER.top_k * 3 * sizes
+    for row in rows:
+        seconds = (row.forward_us + row.backward_us) / 1e6
+        assert row.tflop_per_s == pytest.approx(flops / seconds / 1e12)
+        assert 0 <= row.rel_err < bench.MAX_REL_ERR
+        third = row.forward_tflop_per_s * row.forward_us
+        assert row.backward_tflop_per_s * row.backward_us == pytest.approx(2 * third)
+
+
+def check_refusal(rank, ranks):
+    right = bench.Step.run
+
+    def wrong(step, mark):
+        results, marks = right(step, mark)
+        if len(step.layer.w13_weight) < LAYER.num_experts:
+            results["w2_weight"] = results["w2_weight"].roll(1, 0)
+        return results, marks
+
+    bench.Step.run = wrong
+    with pytest.raises(ArithmeticError, match="relative error of w2_weight must be below"):
+        list(bench.rows_of(LAYER, 5, BACKENDS, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("check", [check_rows, check_refusal])
+def test_two_ranks(check):
+    """Each exchange has a row; results that differ from one rank's have none."""
+    spawn(check, 2)
