@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from stages import Case, Layer, main
 
 from moe_ops import ops
@@ -31,6 +32,10 @@ def cases(layer: Layer) -> Iterator[Case]:
     block = tile & -tile
     yield from layer.cases("align", lambda: count_expert_num_tokens(ids, num_experts))
     yield from layer.cases("align", lambda: moe_align_block_size(ids, block, num_experts))
+
+    # With adapters: each token's own of eight.
+    of_tokens = torch.arange(len(ids), device=ids.device) % 8
+    yield from layer.cases("align", lambda: ops.adapter_ids(ids, None, of_tokens, num_experts, 8))
 
 
 if __name__ == "__main__":

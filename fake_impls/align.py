@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.checks import MAX_EXPERTS
 from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
 from moe_ops.dispatch.tiles import MAX_PLAN_ENTRIES as MOST_ROWS
 from moe_ops.dispatch.tiles import TileRule, one_row_tile, symbolic_plan_sizes
@@ -53,6 +54,23 @@ def count_expert_num_tokens(
     sizes.slots(topk_ids, expert_map)
     sizes.num_experts("num_local_experts", num_local_experts)
     return topk_ids.new_empty(num_local_experts, dtype=torch.int32)
+
+
+def adapter_ids(
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    lora_ids: Tensor | None,
+    num_experts: int,
+    num_adapters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two times ``(T, k)`` and ``(T, 1)``, int32."""
+    tokens, k = sizes.slots(topk_ids, expert_map)
+    sizes.num_experts("num_experts", num_experts)
+    sizes.between("num_adapters", num_adapters, 0, MAX_EXPERTS)
+    if lora_ids is not None:
+        sizes.shaped("lora_ids", lora_ids, tokens)
+    pairs = topk_ids.new_empty(tokens, k, dtype=torch.int32)
+    return pairs, torch.empty_like(pairs), pairs.new_empty(tokens, 1)
 
 
 def plan_batched(

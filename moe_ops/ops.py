@@ -190,6 +190,12 @@ count_expert_num_tokens = _op(
     "count_expert_num_tokens(Tensor topk_ids, Tensor? expert_map, SymInt num_local_experts)"
     " -> Tensor",
 )
+# Which adapter each slot has; ``num_experts``: El. A pair is ``adapter * El + expert``.
+adapter_ids = _op(
+    "align",
+    "adapter_ids(Tensor topk_ids, Tensor? expert_map, Tensor? lora_ids, SymInt num_experts,"
+    " SymInt num_adapters) -> (Tensor pairs, Tensor adapters, Tensor tokens)",
+)
 plan_batched = _op(
     "align",
     "plan_batched(Tensor expert_num_tokens, SymInt max_num_tokens, str scheme,"

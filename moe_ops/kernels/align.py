@@ -22,11 +22,13 @@ from moe_ops.dispatch.tiles import (
     SINGLE_LAUNCH_SLOTS,
     Scan,
     TileRule,
+    cdiv,
     is_direct,
     plan_sizes,
     row_tile,
     scan_sizes,
 )
+from moe_ops.fake_impls.align import adapter_ids as empty_adapters
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.fake_impls.align import plan_batched as empty_batched
@@ -34,7 +36,13 @@ from moe_ops.fake_impls.align import plan_permuted as empty_permuted
 from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
+from moe_ops.kernels._runtime.slots import (
+    dense,
+    dense_vectors,
+    local_experts,
+    map_size,
+    next_power_of_2,
+)
 from moe_ops.kernels._sort.counting_sort import (
     Blocks,
     block_sizes,
@@ -83,6 +91,60 @@ def count_expert_num_tokens(
     sizes, grid, slots = count_blocks(topk_ids, expert_map, num_local_experts)
     _count_launch(sizes)(grid, *slots, counts)
     return counts
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_local", "num_adapters"])
+def _adapter_ids_kernel(
+    topk_ids, expert_map, lora_ids, pairs, adapters, tokens,
+    num_tokens, num_experts, num_local, num_adapters,
+    TOP_K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each program takes ROWS tokens; a token's adapter is that of any of its slots."""
+    take_turn()
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    slot = token[:, None] * TOP_K + column[None, :]
+    real = (token < num_tokens)[:, None] & (column < TOP_K)[None, :]
+    expert = local_experts(topk_ids, expert_map, slot, real, num_experts, num_local)
+    adapter, valid = tl.zeros((ROWS, COLUMNS), tl.int32), expert >= 0
+    if lora_ids is not None:
+        of_token = tl.load(lora_ids + token, mask=token < num_tokens, other=-1)
+        known = (of_token >= 0) & (of_token < num_adapters)
+        adapter += tl.where(known, of_token, 0).to(tl.int32)[:, None]
+        valid &= known[:, None]
+    tl.store(pairs + slot, tl.where(valid, adapter * num_local + expert, -1), mask=real)
+    adapter = tl.where(valid, adapter, -1)
+    tl.store(adapters + slot, adapter, mask=real)
+    tl.store(tokens + token, tl.max(adapter, 1), mask=token < num_tokens)
+
+
+ADAPTER_SLOTS = 256
+"""Slots of a program that looks adapters up."""
+
+
+@lru_cache(maxsize=64)
+def _adapter_launch(top_k: int) -> Launch:
+    columns = next_power_of_2(top_k)
+    rows = max(1, ADAPTER_SLOTS // columns)
+    return Launch(_adapter_ids_kernel, TOP_K=top_k, COLUMNS=columns, ROWS=rows)
+
+
+def adapter_ids(
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    lora_ids: Tensor | None,
+    num_experts: int,
+    num_adapters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch one kernel, whose programs each take some tokens."""
+    outs = empty_adapters(topk_ids, expert_map, lora_ids, num_experts, num_adapters)
+    tokens, k = topk_ids.shape
+    if tokens * k:
+        launch, count = _adapter_launch(k), map_size(expert_map, num_experts)
+        grid = (cdiv(tokens, launch.constants["ROWS"]),)
+        given = dense_vectors(topk_ids, expert_map, lora_ids)
+        launch(grid, *given, *outs, tokens, count, num_experts, num_adapters)
+    return outs
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])

@@ -14,7 +14,7 @@ from moe_ops import checks, ops
 from moe_ops.pipeline.forward import Pass
 from moe_ops.pipeline.gathering import by_slot
 from moe_ops.pipeline.gemms import activated, quantized
-from moe_ops.pipeline.lora import adapter_ids, adapter_rows, add_product, low_product
+from moe_ops.pipeline.lora import adapter_rows, add_product, low_product
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.tensors import Routing, Rows
 
@@ -96,13 +96,14 @@ class Adapters(NamedTuple):
             raise NotImplementedError(f"adapters need rows in slot order, got {name}")
         settings = step.settings._replace(rounds_product=True)
         experts, dtype, invariant = len(step.weights.w1.data), x.dtype, settings.batch_invariant
-        of_slots = adapter_ids(routing, experts, self.lora_ids, self.num_adapters)
-        of_all = of_slots // experts  # without the expert; -1 stays -1
+        of_slots, of_all, of_tokens = ops.adapter_ids(
+            routing.topk_ids, routing.expert_map, self.lora_ids, experts, self.num_adapters
+        )
         pairs = adapter_rows(of_slots, self.num_adapters * experts, dtype, invariant)
         shared = tokens = pairs
         if any(x.shape[1] < experts for low in (*self.first, self.second) for x in low[:2]):
             shared = adapter_rows(of_all, self.num_adapters, dtype, invariant)
-            tokens = adapter_rows(of_all.amax(1, keepdim=True), self.num_adapters, dtype, invariant)
+            tokens = adapter_rows(of_tokens, self.num_adapters, dtype, invariant)
         spaces, k = (pairs, shared, tokens), of_slots.shape[1]
         on_input = routing.topk_weights if settings.on_input else None
         first = tuple(Product.of(low, spaces, k) for low in self.first)

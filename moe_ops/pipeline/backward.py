@@ -26,10 +26,10 @@ from moe_ops.pipeline.lora import (
     ExpertLora,
     Factors,
     adapter_gradient,
-    adapter_ids,
     adapter_rows,
     add_product,
     low_product,
+    pairs_of,
 )
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig
@@ -56,7 +56,7 @@ class Operands(NamedTuple):
     topk_ids: Any
     expert_map: Any
     lora_ids: Any
-    """``(T, k)``: see `lora.adapter_ids`."""
+    """``(T, k)``: see `lora.pairs_of`."""
     w1_scale: Any
     w1_zero_point: Any
     w1_factor: Any
@@ -167,7 +167,7 @@ def differentiable_experts(
 def _lora_operands(
     lora: ExpertLora | None, routing: Routing, num_experts: int, dtype: torch.dtype
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...], Tensor | None]:
-    """The `Factors` of both adapters, and the `adapter_ids`; None for what a call lacks."""
+    """The `Factors` of both adapters, and `pairs_of` the routing; None for what a call lacks."""
     none = (None, None)
     if lora is None or not (lora.w1 or lora.w2):
         return none, none, None
@@ -177,7 +177,7 @@ def _lora_operands(
     )
     used = lora.w1 or lora.w2
     num_adapters = 0 if used is None else used[0].shape[0]
-    return first, second, adapter_ids(routing, num_experts, lora.lora_ids, num_adapters)
+    return first, second, pairs_of(routing, num_experts, lora.lora_ids, num_adapters)
 
 
 class _Experts(Function):

@@ -128,28 +128,19 @@ def check_lora(lora: ExpertLora, x: Tensor, w1: Tensor, w2: Tensor, scheme: Sche
     check_adapters(lora.lora_ids, lora.scaling, first or second)
 
 
-def adapter_ids(
+def pairs_of(
     routing: Routing, num_experts: int, lora_ids: Tensor | None, num_adapters: int
 ) -> Tensor:
     """``(T, k)`` int32: ``l * El + e`` for local expert e and adapter l; -1: no product."""
-    _, ids, expert_map = routing
-    count = num_experts if expert_map is None else expert_map.shape[0]
-    valid = (ids >= 0) & (ids < count)
-    expert = torch.where(valid, ids, 0)
-    if expert_map is not None:
-        expert = expert_map[expert]
-        valid = valid & (expert >= 0) & (expert < num_experts)
-    if lora_ids is not None:
-        adapter = lora_ids[:, None]
-        valid = valid & (adapter >= 0) & (adapter < num_adapters)
-        expert = expert + adapter * num_experts
-    return torch.where(valid, expert, -1).to(torch.int32)
+    ids, expert_map = routing.topk_ids, routing.expert_map
+    pairs: Tensor = ops.adapter_ids(ids, expert_map, lora_ids, num_experts, num_adapters)[0]
+    return pairs
 
 
 def adapter_rows(
     ids: Tensor, num_experts: int, dtype: torch.dtype, invariant: bool, plan: Tensor | None = None
 ) -> SlotRows:
-    """The row space of `adapter_ids`; ``num_experts`` counts pairs of adapter and expert."""
+    """The row space of `pairs_of`; ``num_experts`` counts pairs of adapter and expert."""
     routing = Routing(ids, ids)  # the weights are not read
     return SlotRows.of(routing, num_experts, UNQUANTIZED, dtype, invariant, plan)
 
@@ -227,7 +218,7 @@ def expert_lora(
     if wanted(hidden_states, lora_a, lora_b):
         check_transforms("expert_lora")
     a, b = Factors.of(lora_a, lora_b, scaling, hidden_states.dtype)
-    ids = adapter_ids(Routing(topk_ids, topk_ids), experts, lora_ids, adapters)
+    ids = pairs_of(Routing(topk_ids, topk_ids), experts, lora_ids, adapters)
     top_k = _slots_of_a_row(hidden_states, topk_ids)
     return _Lora.apply(hidden_states, a, b, ids, top_k)
 

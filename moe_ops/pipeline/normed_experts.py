@@ -13,7 +13,7 @@ from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.gradients import check_transforms, once
 from moe_ops.pipeline.fused_experts import expert_rows
-from moe_ops.pipeline.lora import ExpertLora, adapter_ids
+from moe_ops.pipeline.lora import ExpertLora, pairs_of
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing
 
@@ -85,7 +85,7 @@ def normed_experts(
 
 def _skipped(routing: Routing, num_experts: int) -> Tensor:
     """Which slots have no local expert, ``(T, k)``."""
-    return adapter_ids(routing, num_experts, None, 0) < 0
+    return pairs_of(routing, num_experts, None, 0) < 0
 
 
 class _WeightedSum(Function):

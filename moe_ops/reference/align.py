@@ -64,6 +64,28 @@ def count_expert_num_tokens(
     return torch.bincount(bucket[bucket >= 0], minlength=num_local_experts).to(torch.int32)
 
 
+def adapter_ids(
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    lora_ids: Tensor | None,
+    num_experts: int,
+    num_adapters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each slot's pair of adapter and expert, its adapter, and the token's adapter; -1: none."""
+    expert = local_experts(topk_ids, expert_map, num_experts).view(topk_ids.shape)
+    adapter, valid = torch.zeros_like(expert), expert >= 0
+    if lora_ids is not None:
+        adapter = adapter + lora_ids.long()[:, None]
+        valid &= (adapter >= 0) & (adapter < num_adapters)
+    pairs, adapters = (
+        torch.where(valid, x, -1).to(torch.int32) for x in (adapter * num_experts + expert, adapter)
+    )
+    tokens = (
+        adapters.amax(1, keepdim=True) if adapters.shape[1] else adapters.new_empty(len(pairs), 1)
+    )
+    return pairs, adapters, tokens
+
+
 def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:

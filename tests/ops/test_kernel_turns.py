@@ -143,6 +143,10 @@ def sorted_slots(slots, experts, mapped, name, k):
         for block in (1, 32):
             same(name, ids, expert_map, block, experts + 2, False, True)
             same(name, ids, expert_map, block, experts + 2, True, False)
+    elif name == "adapter_ids":
+        of_tokens = torch.arange(len(ids)) % 7 - 2
+        same(name, ids, expert_map, of_tokens, experts, 3)
+        same(name, ids[:, ::2], expert_map, None, experts, 3)
     elif name == "plan_slots":
         with row_tile(16):
             same(name, ids, expert_map, experts, "unquantized", BF16)
@@ -153,7 +157,7 @@ def sorted_slots(slots, experts, mapped, name, k):
 def test_sorts():
     names = (
         "moe_permutation", "count_expert_num_tokens", "batched_rows", "moe_align_block_size",
-        "plan_slots",
+        "plan_slots", "adapter_ids",
     )  # fmt: skip
     sizes = {"slots": (60, 1000, 4300), "experts": (3, 40, 600), "k": (1, 4)}
     check_all(cover({**sizes, "mapped": (False, True), "name": names}, ()), sorted_slots)

@@ -181,7 +181,7 @@ NUMBERS = {
     "fused_topk": "topk", "grouped_topk": "num_expert_group",
     "adjust_routing": "num_shared_experts",
     "zero_experts": "skipped_id", "moe_align_block_size": "num_experts",
-    "plan_slots": "num_experts",
+    "plan_slots": "num_experts", "adapter_ids": "num_adapters",
     "count_expert_num_tokens": "num_local_experts", "plan_batched": "max_num_tokens",
     "plan_permuted": "num_rows", "moe_permutation": "num_local_experts", "gather_rows": "top_k",
     "batched_dispatch": "max_num_tokens", "batched_rows": "first_expert", "expert_product": "top_k",

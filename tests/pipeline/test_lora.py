@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES
 
 import moe_ops
-from moe_ops.pipeline.lora import ExpertLora, adapter_ids, expert_lora
+from moe_ops.pipeline.lora import ExpertLora, expert_lora, pairs_of
 from moe_ops.scheme import SCHEMES
 from moe_ops.tensors import Routing
 from moe_ops.testing import Problem, call, make_inputs, quantize_inputs
@@ -128,7 +128,7 @@ def test_pairs_of_adapter_and_expert():
             expected = [
                 [a * E + held[i] if 0 <= a < L and i in held else -1 for i in every] for a in known
             ]
-            found = adapter_ids(Routing(ids, ids, expert_map), E, lora_ids, L)
+            found = pairs_of(Routing(ids, ids, expert_map), E, lora_ids, L)
             assert found.dtype == torch.int32 and found.tolist() == expected
 
 

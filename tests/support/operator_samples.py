@@ -49,6 +49,10 @@ def samples(device):
         ],
         "plan_permuted": [(order[0], 5 * K, "mxfp8"), (order[0], 5 * K, "unquantized", True)],
         "count_expert_num_tokens": [(ids, None, E), (ids.long(), expert_map, 3)],
+        "adapter_ids": [
+            (ids, None, None, E, 2),
+            (ids.long(), expert_map, torch.arange(-1, len(ids) - 1, device=ids.device), 3, 2),
+        ],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
         "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
         "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],

@@ -130,6 +130,7 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
         "plan_permuted": [(order[0], many.numel(), "unquantized")],
         "plan_batched": [(counts, 40, "unquantized")],
         "count_expert_num_tokens": [(many, mapping, 4)],
+        "adapter_ids": [(many, mapping, many[:, 0].contiguous() - 1, 4, 3)],
         "moe_permutation": [(many, mapping, 4)],
         "moe_quantize": [
             (x, *[None] * 4, 0, key)

@@ -53,6 +53,7 @@ def launch_stages(tokens, experts=257, k=8):
             routing.fused_topk(logits, *how)
         align.plan_slots(ids, expert_map, experts, "unquantized", torch.bfloat16)
         counts = align.count_expert_num_tokens(ids, None, experts)
+        align.adapter_ids(ids, expert_map, empty(tokens, dtype=torch.int32), experts, 8)
         align.plan_batched(counts, tokens, "unquantized")
         order = permute.moe_permutation(ids, None, experts)
         align.plan_permuted(order[0], tokens * k, "unquantized")
