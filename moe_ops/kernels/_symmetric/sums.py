@@ -1,0 +1,190 @@
+"""The sums that travel back: written to their tokens' ranks by some programs, added by others.
+
+A piece is the work between two flags: some tokens of each rank. Both sides first look up which rows
+of a piece there are, as bits of integers. So no load of rows waits for that of ids, and rows of
+several turns are under way at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.dispatch.tiles import next_power_of_2
+from moe_ops.kernels._symmetric.flags import goes_to, homes_of, part_of
+from moe_ops.windows import PROCESSORS, programs_of
+
+WORD = tl.constexpr(64)
+"""Rows that are looked up at once, a bit of an integer each."""
+
+
+class Pace(NamedTuple):
+    """How much is under way at the same time where many sums return."""
+
+    adders: int
+    """Programs that add."""
+    writers: int
+    """Programs that write, for each that adds."""
+    rows: int
+    """Tokens of each rank in a piece, a power of two."""
+    written: int
+    """Bytes of the rows of a writer's turn."""
+    added: int
+    """Numbers of a rank in an adder's turn."""
+    stages: int
+    """Turns of a writer that are under way: one is stored while the rows of others are loaded."""
+    warps: int
+    """Most warps of a program."""
+
+
+PACE = Pace(adders=88, writers=2, rows=4, written=32768, added=8192, stages=2, warps=8)
+
+
+class Returned(NamedTuple):
+    """How a program returns sums: a constant of the kernel."""
+
+    rows: int
+    """Tokens of each rank in a piece."""
+    at_once: int
+    """Rows of a writer's turn, a power of two."""
+    tokens: int
+    """Tokens of an adder's turn, a power of two."""
+    cols: int
+    """Columns of a row, a power of two."""
+    stages: int
+    """As in `Pace`."""
+
+
+def returned_of(ranks: int, width: int, dtype: torch.dtype, pace: Pace) -> Returned:
+    """Tiles of rows of ``width`` numbers of ``dtype``."""
+    cols, rows = next_power_of_2(width), pace.rows
+    most = min(WORD.value, next_power_of_2(rows * max(1, ranks - 1)))
+    return Returned(
+        rows,
+        min(most, max(1, pace.written // (cols * dtype.itemsize))),
+        min(rows, max(1, pace.added // cols)),
+        cols,
+        pace.stages,
+    )
+
+
+def warps_of(tile: Returned, pace: Pace) -> int:
+    """Number of warps for a tile: at least 32 numbers of a thread."""
+    return max(1, min(pace.warps, max(tile.at_once, tile.tokens) * tile.cols // 1024))
+
+
+def adders_and_writers(rows_per_rank: int, pace: Pace) -> tuple[int, int]:
+    """Numbers of programs that add and that write; all ranks get the same numbers.
+
+    As long as each token can have programs of its own, there is one of each for a token.
+    """
+    if rows_per_rank <= PROCESSORS:
+        return (programs_of(rows_per_rank),) * 2
+    return pace.adders, pace.adders * pace.writers
+
+
+@triton.jit
+def tokens_of(first, step, rows_per_rank, ROWS: tl.constexpr):
+    """Number of a piece's tokens, which are first, first + step, .."""
+    tokens = (rows_per_rank - first + step - 1) // step
+    return tl.minimum(tl.maximum(tokens, 0), ROWS)
+
+
+@triton.jit
+def rows_of(
+    own, first, step, rows_per_rank, expert_ranks, num_experts,
+    EACH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr,
+    TILE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Bits that say which rows of a piece there are, as a tuple of integers.
+
+    Row n belongs to the piece's token n // EACH and to rank (RANK + 1 + n % EACH) % RANKS. EACH is
+    R - 1 for tokens of other ranks that have experts here, and R for tokens of this rank that have
+    experts on any rank.
+    """
+    ROWS: tl.constexpr = TILE.rows * EACH
+    LANES: tl.constexpr = min(WORD, triton.next_power_of_2(ROWS))
+    tokens = tokens_of(first, step, rows_per_rank, TILE.rows)
+    lane = tl.arange(0, LANES)
+    words = ()
+    for word in tl.static_range((ROWS + WORD - 1) // WORD):
+        row = word * WORD + lane
+        rank = (RANK + 1 + row % EACH) % RANKS
+        token = tl.where(row < tokens * EACH, first + row // EACH * step, rows_per_rank)
+        source = rank if EACH < RANKS else RANK
+        home = homes_of(own, source, token, rows_per_rank, expert_ranks, num_experts, TOP_K, AT)
+        to = RANK if EACH < RANKS else rank[:, None]
+        there = goes_to(home, to, expert_ranks is None)
+        words += (tl.sum(there.to(tl.int64) << lane, 0),)
+    return words
+
+
+@triton.jit
+def is_there(words, row):
+    """Whether the rows of a vector are among those of `rows_of`."""
+    word = words[0]
+    for i in tl.static_range(1, len(words)):
+        word = tl.where(row // WORD == i, words[i], word)
+    return ((word >> (row % WORD)) & 1) != 0
+
+
+@triton.jit
+def write_sums(
+    sums, expert_ranks, peers, first, step, rows_per_rank, num_experts,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's sums of a piece of each other rank: tokens first, first + step, .."""
+    EACH: tl.constexpr = RANKS - 1
+    col = tl.arange(0, TILE.cols)[None, :]
+    dtype: tl.constexpr = sums.dtype.element_ty
+    words = rows_of(
+        tl.load(peers + RANK), first, step, rows_per_rank, expert_ranks, num_experts,
+        EACH, RANK, RANKS, TOP_K, TILE, AT,
+    )  # fmt: skip
+    rows = tokens_of(first, step, rows_per_rank, TILE.rows) * EACH
+    turns = (rows + TILE.at_once - 1) // TILE.at_once
+    for turn in tl.range(0, turns, num_stages=TILE.stages):
+        row = turn * TILE.at_once + tl.arange(0, TILE.at_once)
+        rank = (RANK + 1 + row % EACH) % RANKS
+        token = (first + row // EACH * step).to(tl.int64)
+        sent = is_there(words, row)[:, None] & (col < WIDTH)
+        at = (rank * rows_per_rank + token)[:, None] * WIDTH + col
+        part = tl.load(sums + at, mask=sent, other=0.0)
+        to = part_of(tl.load(peers + rank), AT.sums, dtype)[:, None]
+        tl.store(to + (RANK * rows_per_rank + token)[:, None] * WIDTH + col, part, mask=sent)
+
+
+@triton.jit
+def add_sums(
+    sums, peers, out, words, first, step, rows_per_rank, failed,
+    RANK: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    AT: tl.constexpr,
+):  # fmt: skip
+    """Add the ranks' sums of a piece of this rank's tokens, in float32 in the order of ranks.
+
+    Once a rank has failed to answer all sums are NaN.
+    """
+    col = tl.arange(0, TILE.cols)[None, :]
+    dtype: tl.constexpr = sums.dtype.element_ty
+    came = part_of(tl.load(peers + RANK), AT.sums, dtype)
+    tokens = tokens_of(first, step, rows_per_rank, TILE.rows)
+    for turn in range(0, (tokens + TILE.tokens - 1) // TILE.tokens):
+        number = turn * TILE.tokens + tl.arange(0, TILE.tokens)
+        token = (first + number * step).to(tl.int64)
+        for rank in tl.static_range(RANKS):  # without a loop all ranks' rows are under way at once
+            row = number * RANKS + (rank - RANK - 1) % RANKS
+            valid = is_there(words, row)[:, None] & (col < WIDTH)
+            at = (rank * rows_per_rank + token)[:, None] * WIDTH + col
+            part = tl.load((sums if rank == RANK else came) + at, mask=valid, other=0.0)
+            part = part.to(tl.float32)
+            if rank == 0:
+                total = part  # 0 + x would lose the sign of zeros
+            else:
+                total += part
+        total = tl.where(failed, float("nan"), total)
+        inside = (token < rows_per_rank)[:, None] & (col < WIDTH)
+        tl.store(out + token[:, None] * WIDTH + col, total.to(dtype), mask=inside)
