@@ -168,23 +168,25 @@ def add_sums(
 
     Once a rank has failed to answer all sums are NaN.
     """
-    col = tl.arange(0, TILE.cols)[None, :]
+    TOKENS: tl.constexpr = TILE.tokens
+    COLS: tl.constexpr = TILE.cols
+    col = tl.arange(0, COLS)[None, :]
     dtype: tl.constexpr = sums.dtype.element_ty
     came = part_of(tl.load(peers + RANK), AT.sums, dtype)
     tokens = tokens_of(first, step, rows_per_rank, TILE.rows)
-    for turn in range(0, (tokens + TILE.tokens - 1) // TILE.tokens):
-        number = turn * TILE.tokens + tl.arange(0, TILE.tokens)
+    turns = (tokens + TOKENS - 1) // TOKENS
+    total = tl.zeros((TOKENS, COLS), dtype=tl.float32)
+    for turn in tl.range(0, turns * RANKS, num_stages=TILE.stages):
+        rank = turn % RANKS
+        number = turn // RANKS * TOKENS + tl.arange(0, TOKENS)
         token = (first + number * step).to(tl.int64)
-        for rank in tl.static_range(RANKS):  # without a loop all ranks' rows are under way at once
-            row = number * RANKS + (rank - RANK - 1) % RANKS
-            valid = is_there(words, row)[:, None] & (col < WIDTH)
-            at = (rank * rows_per_rank + token)[:, None] * WIDTH + col
-            part = tl.load((sums if rank == RANK else came) + at, mask=valid, other=0.0)
-            part = part.to(tl.float32)
-            if rank == 0:
-                total = part  # 0 + x would lose the sign of zeros
-            else:
-                total += part
-        total = tl.where(failed, float("nan"), total)
-        inside = (token < rows_per_rank)[:, None] & (col < WIDTH)
-        tl.store(out + token[:, None] * WIDTH + col, total.to(dtype), mask=inside)
+        there = is_there(words, number * RANKS + (rank + RANKS - RANK - 1) % RANKS)
+        at = (rank * rows_per_rank + token)[:, None] * WIDTH + col
+        source = came
+        if rank == RANK:
+            source = sums
+        part = tl.load(source + at, mask=there[:, None] & (col < WIDTH), other=0.0).to(tl.float32)
+        total = tl.where(rank == 0, part, total + part)  # 0 + x would lose the sign of zeros
+        last = (token < rows_per_rank)[:, None] & (col < WIDTH) & (rank == RANKS - 1)
+        result = tl.where(failed, float("nan"), total).to(dtype)
+        tl.store(out + token[:, None] * WIDTH + col, result, mask=last)
