@@ -17,6 +17,7 @@ from pairwise import cover  # noqa: E402
 from windows_here import Ranks  # noqa: E402
 
 from moe_ops.kernels import symmetric, symmetric_batched  # noqa: E402
+from moe_ops.kernels._symmetric.sums import Pace  # noqa: E402
 from moe_ops.reference import symmetric as returned_reference  # noqa: E402
 from moe_ops.reference import symmetric_batched as reference  # noqa: E402
 
@@ -100,14 +101,11 @@ def returned_run(rows, width, k, everywhere, dtype):
     return out, arrived, [part.view(torch.uint8) for part in came]
 
 
-def returned(rows, width, k, everywhere, dtype):
-    """Two programs: several pieces of tiles of one or two tokens, the last of which is not full."""
+def returned(rows, width, k, everywhere, dtype, pace):
+    """Few programs: several pieces of turns of one or more rows, the last of which are not full."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric, "programs_of", lambda rows: min(rows, 2))
-        patch.setattr(symmetric, "RETURNED", 64)
-        symmetric._return_launch.cache_clear()
+        patch.setattr(symmetric, "PACE", PACES[pace])
         found = returned_run(rows, width, k, everywhere, dtype)
-    symmetric._return_launch.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("windows_here.ops", returned_reference)
         expected = returned_run(rows, width, k, everywhere, dtype)
@@ -118,7 +116,15 @@ def returned(rows, width, k, everywhere, dtype):
     assert all(map(torch.equal, found[2], expected[2])), "sums that came"
 
 
+PACES = {
+    "one row": Pace(adders=2, writers=1, rows=4, written=1, added=1, stages=1, warps=1),
+    "writers share adders": Pace(2, 2, 2, written=256, added=64, stages=2, warps=1),
+    "several words": Pace(1, 4, 32, written=1024, added=128, stages=3, warps=1),
+}
+"""With more than `WORD` rows a piece, the last one looks up some of them after others."""
+
+
 def test_returned():
-    factors = {"rows": (1, 7, 27), "width": (20, 64), "k": (1, 3)}
+    factors = {"rows": (1, 7, 27), "width": (20, 64), "k": (1, 3), "pace": (*PACES,)}
     factors |= {"everywhere": (False, True), "dtype": (torch.bfloat16, torch.float32)}
     check_all(cover(factors, ()), returned)

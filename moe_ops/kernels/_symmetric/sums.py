@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.dispatch.tiles import next_power_of_2
+from moe_ops.dispatch.tiles import cdiv, next_power_of_2
 from moe_ops.kernels._symmetric.flags import goes_to, homes_of, part_of
-from moe_ops.windows import PROCESSORS, programs_of
 
 WORD = tl.constexpr(64)
 """Rows that are looked up at once, a bit of an integer each."""
@@ -35,12 +34,14 @@ class Pace(NamedTuple):
     added: int
     """Numbers of a rank in an adder's turn."""
     stages: int
-    """Turns of a writer that are under way: one is stored while the rows of others are loaded."""
+    """Turns that are under way, also while rows are added: one is worked on as others load."""
     warps: int
     """Most warps of a program."""
 
 
-PACE = Pace(adders=88, writers=2, rows=4, written=32768, added=8192, stages=2, warps=8)
+PACE = Pace(adders=132, writers=1, rows=4, written=32768, added=8192, stages=3, warps=8)
+"""What `moe_ops.bench.ranks` times. Two programs must fit on an SM, and writers must not be more
+than `moe_ops.windows.MOST_PROGRAMS`."""
 
 
 class Returned(NamedTuple):
@@ -77,13 +78,9 @@ def warps_of(tile: Returned, pace: Pace) -> int:
 
 
 def adders_and_writers(rows_per_rank: int, pace: Pace) -> tuple[int, int]:
-    """Numbers of programs that add and that write; all ranks get the same numbers.
-
-    As long as each token can have programs of its own, there is one of each for a token.
-    """
-    if rows_per_rank <= PROCESSORS:
-        return (programs_of(rows_per_rank),) * 2
-    return pace.adders, pace.adders * pace.writers
+    """Numbers of programs that add and that write; all ranks get the same numbers."""
+    adders = max(1, min(cdiv(rows_per_rank, pace.writers), pace.adders))
+    return adders, adders * pace.writers
 
 
 @triton.jit
