@@ -104,13 +104,12 @@ def rows_of(
     """
     ROWS: tl.constexpr = TILE.rows * EACH
     LANES: tl.constexpr = min(WORD, triton.next_power_of_2(ROWS))
-    tokens = tokens_of(first, step, rows_per_rank, TILE.rows)
     lane = tl.arange(0, LANES)
     words = ()
     for word in tl.static_range((ROWS + WORD - 1) // WORD):
         row = word * WORD + lane
         rank = (RANK + 1 + row % EACH) % RANKS
-        token = tl.where(row < tokens * EACH, first + row // EACH * step, rows_per_rank)
+        token = tl.where(row < ROWS, first + row // EACH * step, rows_per_rank)
         source = rank if EACH < RANKS else RANK
         home = homes_of(own, source, token, rows_per_rank, expert_ranks, num_experts, TOP_K, AT)
         to = RANK if EACH < RANKS else rank[:, None]
