@@ -33,8 +33,6 @@ class Parts(NamedTuple):
     """int32 ``(R, MOST_PROGRAMS)``: steps that program p of rank r has completed in all sends."""
     returned: int
     """int32 ``(R, MOST_PROGRAMS)``: likewise, in all returns."""
-    counts: int
-    """int32 ``(R,)``: the number of tokens of rank r."""
     sizes: int
     """int32 ``(R,)``: P of rank r."""
     ids: int
@@ -95,7 +93,7 @@ def _parts_of(layout: WindowLayout) -> Parts:
     sums, scales = tokens * layout.row_bytes, tokens * layout.scale_bytes
     copies = max(1, layout.num_local_experts)
     sizes = (
-        flags, flags, numbers, numbers, routing, routing, scales * copies, sums * copies, sums,
+        flags, flags, numbers, routing, routing, scales * copies, sums * copies, sums,
     )  # fmt: skip
     offsets = [0]
     for size in sizes:

@@ -105,7 +105,7 @@ def _send_kernel(
                 tl.store(to, own.to(SCALE_TYPE), mask=sent & (group < SCALES))
     if row_scale is not None:
         tl.store(row_scale, tl.load(scale).to(tl.float32), mask=program == 0)
-    announce(peers, num_tokens, rows_per_rank, program, RANK, RANKS, AT)
+    announce(peers, rows_per_rank, program, RANK, RANKS, AT)
     signal(peers, AT.sent, program, steps, RANK, RANKS)
     wait(peers, AT.sent, program, steps, state, timeout, RANK, RANKS)
     if program == 0:

@@ -119,7 +119,7 @@ def returned(rows, width, k, everywhere, dtype, pace):
 PACES = {
     "one row": Pace(adders=2, writers=1, rows=4, written=1, added=1, stages=1, warps=1),
     "writers share adders": Pace(2, 2, 2, written=256, added=256, stages=2, warps=1),
-    "several words": Pace(1, 4, 32, written=1024, added=128, stages=3, warps=1),
+    "several words": Pace(1, 1, 32, written=1024, added=128, stages=3, warps=1),
 }
 """With more than `WORD` rows a piece, the last one looks up some of them after others."""
 

@@ -49,14 +49,12 @@ def goes_to(home, rank, EVERYWHERE: tl.constexpr):
 
 @triton.jit
 def announce(
-    peers, num_tokens, rows_per_rank, program,
-    RANK: tl.constexpr, RANKS: tl.constexpr, AT: tl.constexpr,
-):  # fmt: skip
-    """Tell all ranks this rank's number of tokens, and its P."""
+    peers, rows_per_rank, program, RANK: tl.constexpr, RANKS: tl.constexpr, AT: tl.constexpr
+):
+    """Tell all ranks this rank's P."""
     if program == 0:
         for i in range(RANKS):
             base = tl.load(peers + i)
-            tl.store(pointer(base, AT.counts, tl.int32) + RANK, num_tokens)
             tl.store(pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
 
 
@@ -146,15 +144,14 @@ def homes_of(
 ):  # fmt: skip
     """`homes` of tokens of a rank, or of a rank each: ``(tokens, slots)``, by this window's ids.
 
-    The tokens' rank has checked the ids by its own number of experts. A token past the rank's last
-    one has no home.
+    The tokens' rank has checked the ids by its own number of experts. Padding has ids of -1, and a
+    token from P on has no home.
     """
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
-    count = tl.load(pointer(own, AT.counts, tl.int32) + rank)
-    valid = (token < rows_per_rank)[:, None] & (slot < TOP_K)  # more than there are: no wait
+    valid = (token < rows_per_rank)[:, None] & (slot < TOP_K)
     row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
     ids = tl.load(part_of(own, AT.ids, tl.int32) + row * TOP_K + slot, mask=valid, other=-1)
-    inside = (token < count)[:, None] & (ids >= 0)
+    inside = ids >= 0
     if expert_ranks is not None:
         inside = inside & (ids < num_experts)
     return homes(ids, inside, expert_ranks)
