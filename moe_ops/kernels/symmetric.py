@@ -50,8 +50,8 @@ from moe_ops.kernels._symmetric.sums import (
     Pace,
     add_sums,
     adders_and_writers,
+    find_rows,
     returned_of,
-    rows_of,
     warps_of,
     write_sums,
 )
@@ -142,7 +142,7 @@ def _return_kernel(
         for piece in range(0, pieces):
             for writer in range(program - step, step, adders):
                 first = writer + piece * TILE.rows * step
-                words = rows_of(
+                words = find_rows(
                     own, first, step, rows_per_rank, expert_ranks, num_experts,
                     RANKS, RANK, RANKS, TOP_K, TILE, AT,
                 )  # fmt: skip
@@ -167,11 +167,11 @@ def _return_launch(
         _return_kernel,
         RANK=rank,
         RANKS=ranks,
+        num_warps=warps_of(tile, pace),
         TOP_K=top_k,
         WIDTH=width,
         TILE=tile,
         AT=parts,
-        num_warps=warps_of(tile, pace),
     )
 
 

@@ -17,9 +17,10 @@ from pairwise import cover  # noqa: E402
 from windows_here import Ranks  # noqa: E402
 
 from moe_ops.kernels import symmetric, symmetric_batched  # noqa: E402
-from moe_ops.kernels._symmetric.sums import Pace  # noqa: E402
+from moe_ops.kernels._symmetric.sums import PACE, Pace, adders_and_writers  # noqa: E402
 from moe_ops.reference import symmetric as returned_reference  # noqa: E402
 from moe_ops.reference import symmetric_batched as reference  # noqa: E402
+from moe_ops.windows import MOST_PROGRAMS, PROCESSORS  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 I32, WIDTH, EXPERTS = torch.int32, 48, 4
@@ -128,3 +129,13 @@ def test_returned():
     factors = {"rows": (1, 7, 27), "width": (20, 64), "k": (1, 3), "pace": (*PACES,)}
     factors |= {"everywhere": (False, True), "dtype": (torch.bfloat16, torch.float32)}
     check_all(cover(factors, ()), returned)
+
+
+def test_programs_of_a_return():
+    """At least one of each, and flags for all that write."""
+    for pace in (PACE, PACE._replace(adders=88, writers=2)):
+        assert adders_and_writers(0, pace) == (1, pace.writers)
+        assert adders_and_writers(8, pace) == (8 // pace.writers, 8)
+        adders, writers = adders_and_writers(4096, pace)
+        assert (adders, writers) == (pace.adders, pace.adders * pace.writers)
+        assert writers <= MOST_PROGRAMS and adders + writers <= 2 * PROCESSORS

@@ -14,9 +14,8 @@ import aot  # noqa: E402
 from aot_launches import ARCHITECTURES  # noqa: E402
 
 from moe_ops.kernels import symmetric, symmetric_batched  # noqa: E402
-from moe_ops.kernels._symmetric.sums import PACE, adders_and_writers  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
-from moe_ops.windows import FAILED, MOST_PROGRAMS, PROCESSORS  # noqa: E402
+from moe_ops.windows import FAILED  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 TOP_K, EXPERTS, TOKENS = 8, 256, 64
@@ -140,13 +139,3 @@ def test_rows_that_are_quantized_already():
 
     kernels = aot.compile_launch(90, run)
     assert len(kernels) == 3 and all(wide_stores(kernel) for kernel in kernels)
-
-
-def test_programs_of_a_return():
-    """At least one of each, and flags for all that write."""
-    for pace in (PACE, PACE._replace(adders=88, writers=2)):
-        assert adders_and_writers(0, pace) == (1, pace.writers)
-        assert adders_and_writers(8, pace) == (8 // pace.writers, 8)
-        adders, writers = adders_and_writers(4096, pace)
-        assert (adders, writers) == (pace.adders, pace.adders * pace.writers)
-        assert writers <= MOST_PROGRAMS and adders + writers <= 2 * PROCESSORS

@@ -91,10 +91,10 @@ def tokens_of(first, step, rows_per_rank, ROWS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(
-    own, first, step, rows_per_rank, expert_ranks, num_experts,
-    EACH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr,
-    TILE: tl.constexpr, AT: tl.constexpr,
+def find_rows(
+    own, first, step, rows_per_rank, expert_ranks, num_experts, EACH: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr,
+    AT: tl.constexpr,
 ):  # fmt: skip
     """Bits that say which rows of a piece there are, as a tuple of integers.
 
@@ -120,7 +120,7 @@ def rows_of(
 
 @triton.jit
 def is_there(words, row):
-    """Whether the rows of a vector are among those of `rows_of`."""
+    """Whether each row of a vector is there, by the bits of `find_rows`."""
     word = words[0]
     for i in tl.static_range(1, len(words)):
         word = tl.where(row // WORD == i, words[i], word)
@@ -137,7 +137,7 @@ def write_sums(
     EACH: tl.constexpr = RANKS - 1
     col = tl.arange(0, TILE.cols)[None, :]
     dtype: tl.constexpr = sums.dtype.element_ty
-    words = rows_of(
+    words = find_rows(
         tl.load(peers + RANK), first, step, rows_per_rank, expert_ranks, num_experts,
         EACH, RANK, RANKS, TOP_K, TILE, AT,
     )  # fmt: skip
