@@ -65,7 +65,10 @@ def _send_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
     AT: tl.constexpr,
 ):  # fmt: skip
-    """Quantize this rank's tokens and write each to the ranks of its experts; ids go to all."""
+    """Quantize this rank's tokens and write each to the ranks of its experts; ids go to all.
+
+    The next token's row is on its way while a row is written.
+    """
     WIDTH: tl.constexpr = HOW.width
     TILE: tl.constexpr = HOW.tile
     SCALES: tl.constexpr = HOW.scales
@@ -79,15 +82,18 @@ def _send_kernel(
     steps = tl.load(state + program) + 1
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     group = tl.arange(0, triton.next_power_of_2(SCALES) if SCALES > 0 else 1)
+    there = program < num_tokens
+    ahead = row_of(x, program, topk_weights, there, WIDTH, TILE, ON_INPUT)
     for i in range(0, (rows_per_rank - program + step - 1) // step):
         token = program + i * step
+        value, there = ahead, token + step < num_tokens
+        ahead = row_of(x, token + step, topk_weights, there, WIDTH, TILE, ON_INPUT)
         valid = (slot < TOP_K) & (token < num_tokens)
         ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
         weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
         home = homes(ids, valid & (ids >= 0) & (ids < num_experts), expert_ranks)
         routed = tl.max(home, 0) >= 0
         ids = tl.where(home >= 0, ids, -1).to(tl.int32)
-        value = row_of(x, token, topk_weights, routed, WIDTH, TILE, ON_INPUT)
         if RULE is not None:
             value, own = quantized(value, scale, RULE, GIVEN)
         elif SCALES > 0:
