@@ -17,7 +17,12 @@ from pairwise import cover  # noqa: E402
 from windows_here import Ranks  # noqa: E402
 
 from moe_ops.kernels import symmetric, symmetric_batched  # noqa: E402
-from moe_ops.kernels._symmetric.sums import PACE, Pace, adders_and_writers  # noqa: E402
+from moe_ops.kernels._symmetric.sums import (  # noqa: E402
+    PACE,
+    Pace,
+    adders_and_writers,
+    returned_of,
+)
 from moe_ops.reference import symmetric as returned_reference  # noqa: E402
 from moe_ops.reference import symmetric_batched as reference  # noqa: E402
 from moe_ops.windows import MOST_PROGRAMS, PROCESSORS  # noqa: E402
@@ -139,3 +144,9 @@ def test_programs_of_a_return():
         adders, writers = adders_and_writers(4096, pace)
         assert (adders, writers) == (pace.adders, pace.adders * pace.writers)
         assert writers <= MOST_PROGRAMS and adders + writers <= 2 * PROCESSORS
+
+
+def test_wide_rows_are_not_loaded_ahead():
+    """They would not fit in shared memory."""
+    stages = [returned_of(4, width, torch.float32, PACE).stages for width in (7168, 16384, 40000)]
+    assert stages == [PACE.stages, 2, 1]

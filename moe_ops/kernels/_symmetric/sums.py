@@ -40,8 +40,10 @@ class Pace(NamedTuple):
 
 
 PACE = Pace(adders=132, writers=1, rows=4, written=32768, added=8192, stages=3, warps=8)
-"""What `moe_ops.bench.ranks` times. Two programs must fit on an SM, and writers must not be more
-than `moe_ops.windows.MOST_PROGRAMS`."""
+"""Two programs must fit on an SM, and writers must not be more than
+`moe_ops.windows.MOST_PROGRAMS`."""
+AHEAD = 65536
+"""Bytes of shared memory for rows that are loaded ahead; wider rows are not."""
 
 
 class Returned(NamedTuple):
@@ -56,20 +58,18 @@ class Returned(NamedTuple):
     cols: int
     """Columns of a row, a power of two."""
     stages: int
-    """As in `Pace`."""
+    """Turns that are under way."""
 
 
 def returned_of(ranks: int, width: int, dtype: torch.dtype, pace: Pace) -> Returned:
     """Tiles of rows of ``width`` numbers of ``dtype``."""
     cols, rows = next_power_of_2(width), pace.rows
+    row_bytes = cols * dtype.itemsize
     most = min(WORD.value, next_power_of_2(rows * max(1, ranks - 1)))
-    return Returned(
-        rows,
-        min(most, max(1, pace.written // (cols * dtype.itemsize))),
-        min(rows, max(1, pace.added // cols)),
-        cols,
-        pace.stages,
-    )
+    at_once = min(most, max(1, pace.written // row_bytes))
+    tokens = min(rows, max(1, pace.added // cols))
+    stages = min(pace.stages, 1 + AHEAD // (max(at_once, tokens) * row_bytes))
+    return Returned(rows, at_once, tokens, cols, stages)
 
 
 def warps_of(tile: Returned, pace: Pace) -> int:
