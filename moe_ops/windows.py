@@ -19,13 +19,11 @@ from moe_ops.scheme import parse_quant
 
 ALIGNMENT = 256
 """Alignment in bytes of the parts of a window."""
-MOST_PROGRAMS = 132
-"""Programs of a rank that write to other ranks, each with flags of its own: one for each SM of an
-H200.
-
-Programs wait for other ranks, at most twice as many at the same time, so all of them must be
-resident together.
-"""
+PROCESSORS = 132
+"""SMs of an H200. Programs that wait for other ranks must be resident together: at most one an SM
+of those that send, two of those that return."""
+MOST_PROGRAMS = 176
+"""Programs of a rank that may write to other ranks, each with flags of its own."""
 
 
 class Parts(NamedTuple):
@@ -35,8 +33,6 @@ class Parts(NamedTuple):
     """int32 ``(R, MOST_PROGRAMS)``: steps that program p of rank r has completed in all sends."""
     returned: int
     """int32 ``(R, MOST_PROGRAMS)``: likewise, in all returns."""
-    counts: int
-    """int32 ``(R,)``: the number of tokens of rank r."""
     sizes: int
     """int32 ``(R,)``: P of rank r."""
     ids: int
@@ -97,7 +93,7 @@ def _parts_of(layout: WindowLayout) -> Parts:
     sums, scales = tokens * layout.row_bytes, tokens * layout.scale_bytes
     copies = max(1, layout.num_local_experts)
     sizes = (
-        flags, flags, numbers, numbers, routing, routing, scales * copies, sums * copies, sums,
+        flags, flags, numbers, routing, routing, scales * copies, sums * copies, sums,
     )  # fmt: skip
     offsets = [0]
     for size in sizes:
@@ -112,8 +108,8 @@ def at_most(name: str, value: int, most: int) -> None:
 
 
 def programs_of(rows_per_rank: int) -> int:
-    """Programs of an exchange of P rows of each rank; all ranks get the same number."""
-    return max(1, min(rows_per_rank, MOST_PROGRAMS))
+    """Programs that send P rows of each rank; all ranks get the same number."""
+    return max(1, min(rows_per_rank, PROCESSORS))
 
 
 def nothing() -> None:

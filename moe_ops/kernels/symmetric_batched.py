@@ -177,7 +177,7 @@ def _send_batched_kernel(
             topk_weights, topk_ids, placement, peers, program + i * step, num_tokens,
             rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K, AT,
         )  # fmt: skip
-    announce(peers, num_tokens, rows_per_rank, program, RANK, RANKS, AT)
+    announce(peers, rows_per_rank, program, RANK, RANKS, AT)
     signal(peers, AT.sent, program, steps + 1, RANK, RANKS)
     wait_for_all(peers, AT.sent, step, steps + 1, state, timeout, RANK, RANKS)
     for i in range(0, (num_tokens - program + step - 1) // step):

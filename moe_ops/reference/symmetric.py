@@ -141,14 +141,13 @@ def reached(windows: Windows, state: Tensor) -> range:
 def write_routing(
     window: Window, rank: int, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int
 ) -> None:
-    """Write to a window how many tokens ``rank`` has, their weights and ids, and its P."""
+    """Write to a window the weights and ids of the tokens of ``rank``, and its P."""
     layout, (tokens, top_k) = window.layout, topk_ids.shape
     at, ranks = layout.parts, layout.ranks
     ids = window.part(at.ids, torch.int32, ranks, rows_per_rank, top_k)[rank]
     ids[:tokens], ids[tokens:] = topk_ids, -1
     weights = window.part(at.weights, torch.float32, ranks, rows_per_rank, top_k)
     weights[rank, :tokens] = topk_weights
-    window.part(at.counts, torch.int32, ranks)[rank] = tokens
     window.part(at.sizes, torch.int32, ranks)[rank] = rows_per_rank
 
 

@@ -49,14 +49,12 @@ def goes_to(home, rank, EVERYWHERE: tl.constexpr):
 
 @triton.jit
 def announce(
-    peers, num_tokens, rows_per_rank, program,
-    RANK: tl.constexpr, RANKS: tl.constexpr, AT: tl.constexpr,
-):  # fmt: skip
-    """Tell all ranks this rank's number of tokens, and its P."""
+    peers, rows_per_rank, program, RANK: tl.constexpr, RANKS: tl.constexpr, AT: tl.constexpr
+):
+    """Tell all ranks this rank's P."""
     if program == 0:
         for i in range(RANKS):
             base = tl.load(peers + i)
-            tl.store(pointer(base, AT.counts, tl.int32) + RANK, num_tokens)
             tl.store(pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
 
 
@@ -65,9 +63,10 @@ def signal(peers, flags, program, steps, RANK: tl.constexpr, RANKS: tl.constexpr
     """Tell all ranks how many steps this program has written to their windows."""
     tl.debug_barrier()
     at = flags + 4 * (RANK * STRIDE + program)
-    for i in range(RANKS):
-        base = tl.load(peers + (RANK + i) % RANKS)
-        tl.atomic_xchg(pointer(base, at, tl.int32), steps, sem="release", scope="sys")
+    rank = tl.arange(0, triton.next_power_of_2(RANKS))
+    base = tl.load(peers + rank, mask=rank < RANKS, other=0)
+    to = pointer(base, at, tl.int32)  # by one instruction, so that one fence serves all ranks
+    tl.atomic_xchg(to, tl.zeros_like(rank) + steps, mask=rank < RANKS, sem="release", scope="sys")
 
 
 @triton.jit
@@ -143,15 +142,13 @@ def homes_of(
     own, rank, token, rows_per_rank, expert_ranks, num_experts,
     TOP_K: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """`homes` of tokens of a rank, ``(tokens, slots)``, by the ids in this rank's window.
+    """`homes` of tokens of a rank, or of a rank each: ``(tokens, slots)``, by this window's ids.
 
-    The tokens' rank has checked the ids by its own number of experts. A token past the rank's last
-    one has no home.
+    The tokens' rank has checked the ids by its own number of experts. Padding has ids of -1, and a
+    token from P on has no home.
     """
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
-    count = tl.load(pointer(own, AT.counts, tl.int32) + rank)
-    count = tl.minimum(count, rows_per_rank)  # it is less, unless ranks differ in P: an error
-    valid = (token < count)[:, None] & (slot < TOP_K)
+    valid = (token < rows_per_rank)[:, None] & (slot < TOP_K)
     row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
     ids = tl.load(part_of(own, AT.ids, tl.int32) + row * TOP_K + slot, mask=valid, other=-1)
     inside = ids >= 0

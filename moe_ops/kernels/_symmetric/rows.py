@@ -43,7 +43,7 @@ def row_of(
 ):
     """A token's row as a TILE; with ON_INPUT in float32, multiplied by its router weight.
 
-    A token without experts is not read.
+    A token that is not ``routed`` is not read.
     """
     col = tl.arange(0, TILE[0])[:, None] * TILE[1] + tl.arange(0, TILE[1])[None, :]
     inside = routed & (col < WIDTH)
