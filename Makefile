@@ -146,6 +146,8 @@ gpu-test: $(READY)  ## The tests on the real kernels; needs a GPU
 
 # What two GPUs run, into a record of its own: exchanges between processes and moves of experts.
 GPU_PAIR := tests/layer/test_layer_distributed.py tests/layer/test_layer_ranks.py \
+  tests/layer/test_layer_gradients.py tests/layer/test_layer_replicas.py tests/layer/test_layer_lora_ranks.py \
+  tests/pipeline/test_data_parallel.py tests/integrations/test_transformers_parallel.py \
   tests/pipeline/test_symmetric_exchange.py tests/pipeline/test_symmetric_batched_exchange.py \
   tests/ops/test_symmetric.py tests/ops/test_symmetric_batched.py tests/ops/test_symmetric_sizes.py tests/ops/test_eplb.py
 gpu-test-pair: $(READY)  ## The tests of exchanges and moved experts; needs two GPUs
