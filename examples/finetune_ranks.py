@@ -74,6 +74,17 @@ def over_ranks(device):
     return model
 
 
+def optimizer_of(model):
+    """AdamW, with the experts in a group of their own.
+
+    On GPUs it updates the tensors of a group together, which must then all be cut by FSDP2 or none.
+    """
+    groups = {True: [], False: []}
+    for name, x in model.named_parameters():
+        groups[".experts." in name].append(x)
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], RATE)
+
+
 def step(model, optimizer, ids):
     """Train on the ``ids`` of this rank."""
     loss = model(ids, labels=ids).loss
@@ -120,7 +131,7 @@ def main(device, folder):
     g = torch.Generator().manual_seed(0)
     batches = torch.randint(2048, (STEPS + 1, ranks * BATCH, CONTEXT), generator=g).to(device)
     model = over_ranks(device)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    optimizer = optimizer_of(model)
     for batch in batches[:-1]:
         loss, norm = step(model, optimizer, batch.chunk(ranks)[rank])
     loss = mean(loss)
@@ -131,7 +142,7 @@ def main(device, folder):
     text = text_of(model, prompt)
 
     alone = model_of(device)
-    again = torch.optim.AdamW(alone.parameters(), RATE)
+    again = optimizer_of(alone)
     load(alone, again, folder)
     if not torch.equal(text_of(alone, prompt), text):
         raise RuntimeError("one rank must write the text of the ranks, got another one")

@@ -1,6 +1,7 @@
 """transformers' own expert and tensor parallelism, with the experts of each rank on moe_ops."""
 
 import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def check_text(rank, ranks, tensor_parallel):
 
 
 def check_finetuning(rank, ranks, folder):
+    torch.optim.AdamW = partial(torch.optim.AdamW, foreach=True)  # the default on GPUs
     runpy.run_path(str(EXAMPLES / "finetune_ranks.py"))["main"](device(), folder)
 
 

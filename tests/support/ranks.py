@@ -80,6 +80,7 @@ def _run(
     store, wait = f"file://{store}", timedelta(seconds=PATIENCE)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+        os.environ["LOCAL_RANK"] = str(rank)  # by which transformers chooses a GPU
     dist.init_process_group(backend, store, wait, world_size=ranks, rank=rank)
     check(rank, ranks, *arguments)
     dist.destroy_process_group()
