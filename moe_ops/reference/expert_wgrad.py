@@ -69,6 +69,23 @@ def expert_wgrad(
     return out
 
 
+def expert_wgrad_out(
+    dy: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    scheme: str,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    """``out[e] += (topk_weights * dy).T @ x`` over the slots of e; an expert without stays."""
+    rows = (dy, x)
+    of_experts = _rows_by_expert(rows, topk_weights, tiles, len(out), scheme, batch_invariant)
+    for expert, (d, r) in of_experts:
+        out[expert] += d.t() @ r
+
+
 def expert_bias_grad(
     dy: Tensor,
     topk_weights: Tensor | None,

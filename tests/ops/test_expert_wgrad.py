@@ -68,6 +68,20 @@ def check_here(ids, num_experts, n, k, dtype, dy_by_token, x_by_token, weighted,
         rows = (num_experts, -1)
         assert actual.is_contiguous() and actual.shape == near.shape
         assert_matches_reference(actual.cpu().view(rows), exact.view(rows), near.view(rows))
+    check_added(on(dy), on(x), on(weights), moved, num_experts, empty.to(device))
+
+
+def check_added(dy, x, weights, tiles, num_experts, empty):
+    """Two calls add the float32 sums, each with one rounding; experts without slots keep bits."""
+    sums = ops.expert_wgrad(dy, x, weights, tiles, num_experts, "unquantized", torch.float32)
+    total, expected = torch.zeros_like(sums), torch.zeros_like(sums)
+    for start in (total, expected):
+        start[empty] = -0.0
+        start[empty, :, ::2] = torch.nan
+    for number in (1, 2):
+        ops.expert_wgrad_out(number * dy, x, weights, tiles, "unquantized", out=total)
+        expected[~empty] += number * sums[~empty]  # twice the numbers: the same bits, doubled
+        assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
 
 
 @given(
