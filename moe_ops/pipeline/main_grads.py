@@ -101,7 +101,7 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
     return one == other and begin < stop and start < end
 
 
-def _extent(x: Tensor) -> tuple[int, int, int]:
+def _extent(x: Tensor) -> tuple[Any, ...]:
     """A tensor's storage, and the range of its bytes there."""
     first = x.storage_offset()
     last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
