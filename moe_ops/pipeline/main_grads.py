@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_ops import checks
-from moe_ops.gradients import check_transforms, once
+from moe_ops.gradients import check_transforms
 
 _MAIN_GRAD = "_moe_ops_main_grad"
 """Attribute of a weight, by which experts find its main gradient."""
@@ -119,9 +119,8 @@ class _Added(Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @once("with_main_grad")
-    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         """Add the gradient, unless experts did."""
         if grad is not None:
-            ctx.main_grad.add_(grad)
+            ctx.main_grad.add_(grad.detach())
         return None, None
