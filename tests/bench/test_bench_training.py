@@ -68,8 +68,8 @@ def test_main_gradients(tmp_path):
     (path,) = tmp_path.glob("*/training.json")
     rows = json.loads(path.read_text())["rows"]
     assert [(r["trained"], r["impl"]) for r in rows] == [
-        ("adapters", "moe_ops"), ("all", "moe_ops"), ("all", "moe_ops-added"),
-        ("all", "moe_ops-main"), ("frozen", "moe_ops"),
+        ("adapters", "moe_ops"), ("all", "moe_ops"), ("frozen", "moe_ops"),
+        ("all", "moe_ops-added"), ("all", "moe_ops-main"),
     ]  # fmt: skip
     assert len({tuple(r["config"]["errors"]) for r in rows if r["trained"] == "all"}) == 1
     case = case_of("cpu", tokens=40)
