@@ -32,17 +32,17 @@ def expert_wgrad_out(
     x: Tensor,
     topk_weights: Tensor | None,
     tiles: AnyTiles,
+    num_experts: int,
     scheme: str,
     batch_invariant: bool = False,
     *,
     out: Tensor,
 ) -> None:
     """Check ``out``, to which gradients are added: float32 ``(E, N, K)``, contiguous."""
-    sizes.axes("out", out, 3)
     rule = gemm_rule(scheme, dy, tiles, batch_invariant)
-    slots = sizes.planned((dy, x), tiles, out.shape[0], rule)
+    slots = sizes.planned((dy, x), tiles, num_experts, rule)
     sizes.entries("topk_weights", topk_weights, slots)
-    sizes.shaped("out", out, None, dy.shape[1], x.shape[1])
+    sizes.shaped("out", out, num_experts, dy.shape[1], x.shape[1])
     if out.dtype != torch.float32:
         raise TypeError(f"out must be torch.float32, got {out.dtype}")
     if not out.is_contiguous():

@@ -307,8 +307,8 @@ expert_wgrad = _op(
 # Adds to float32 gradients, (El, N, K): sums of several micro-batches, which are never rounded.
 expert_wgrad_out = _op(
     "expert_wgrad",
-    "expert_wgrad.out(Tensor dy, Tensor x, Tensor? topk_weights, Tensor?[] tiles, str scheme,"
-    " bool batch_invariant=False, *, Tensor(a!) out) -> ()",
+    "expert_wgrad.out(Tensor dy, Tensor x, Tensor? topk_weights, Tensor?[] tiles,"
+    " SymInt num_experts, str scheme, bool batch_invariant=False, *, Tensor(a!) out) -> ()",
     flops.weight_gradient,
 )
 expert_bias_grad = _op(

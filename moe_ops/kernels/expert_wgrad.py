@@ -255,14 +255,15 @@ def expert_wgrad_out(
     x: Tensor,
     topk_weights: Tensor | None,
     tiles: AnyTiles,
+    num_experts: int,
     scheme: str,
     batch_invariant: bool = False,
     *,
     out: Tensor,
 ) -> None:
     """`expert_wgrad` whose float32 sums are added to ``out``."""
-    check_gradients(dy, x, topk_weights, tiles, scheme, batch_invariant, out=out)
-    num_slots, tile = _slots_and_tile(dy, tiles, out.shape[0], scheme, batch_invariant)
+    check_gradients(dy, x, topk_weights, tiles, num_experts, scheme, batch_invariant, out=out)
+    num_slots, tile = _slots_and_tile(dy, tiles, num_experts, scheme, batch_invariant)
     if num_slots:
         _multiply(out, dy, x, topk_weights, tiles, num_slots, tile, adds=True)
 

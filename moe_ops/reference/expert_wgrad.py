@@ -74,6 +74,7 @@ def expert_wgrad_out(
     x: Tensor,
     topk_weights: Tensor | None,
     tiles: AnyTiles,
+    num_experts: int,
     scheme: str,
     batch_invariant: bool = False,
     *,
@@ -81,7 +82,7 @@ def expert_wgrad_out(
 ) -> None:
     """``out[e] += (topk_weights * dy).T @ x`` over the slots of e; an expert without stays."""
     rows = (dy, x)
-    of_experts = _rows_by_expert(rows, topk_weights, tiles, len(out), scheme, batch_invariant)
+    of_experts = _rows_by_expert(rows, topk_weights, tiles, num_experts, scheme, batch_invariant)
     for expert, (d, r) in of_experts:
         out[expert] += d.t() @ r
 

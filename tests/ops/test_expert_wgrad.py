@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import ids_of, planned, row_tile
 from strategies import DTYPES, topk_ids
+from table_items import every_row
 
 from moe_ops import ops
 from moe_ops.dispatch.device import assumed, device_facts
@@ -79,7 +80,7 @@ def check_added(dy, x, weights, tiles, num_experts, empty):
         start[empty] = -0.0
         start[empty, :, ::2] = torch.nan
     for number in (1, 2):
-        ops.expert_wgrad_out(number * dy, x, weights, tiles, "unquantized", out=total)
+        ops.expert_wgrad_out(number * dy, x, weights, tiles, num_experts, "unquantized", out=total)
         expected[~empty] += number * sums[~empty]  # twice the numbers: the same bits, doubled
         assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
 
@@ -180,3 +181,24 @@ def test_wrong_sizes(change, message, device):
     call = {k: v.to(device) if torch.is_tensor(v) else v for k, v in call.items()}
     with pytest.raises(ValueError, match=message):
         torch.ops.moe_ops.expert_wgrad(**call)
+
+
+@every_row(
+    ("out", "error", "message"),
+    [
+        (torch.zeros(8, 4, 4, dtype=torch.bfloat16), TypeError, "out must be torch.float32, got"),
+        (torch.zeros(8, 4, 5), ValueError, r"out.shape\[2\] must be 4, got 5"),
+        (torch.zeros(9, 4, 4), ValueError, r"out.shape\[0\] must be 8, got 9"),
+        (torch.zeros(8, 4, 4).mT, ValueError, "out must be contiguous, got strides"),
+        (torch.zeros(8, 4, 4).requires_grad_(), NotImplementedError, "gradients of expert_wgrad_o"),
+    ],
+)
+def test_gradients_that_nothing_is_added_to(out, error, message, device):
+    ids = torch.zeros(3, 2, dtype=torch.int32, device=device)
+    rows = torch.ones(3, 4, device=device), torch.ones(6, 4, device=device)
+    trained, out = out.requires_grad, out.detach().to(device)
+    with pytest.raises(error, match=message):
+        ops.expert_wgrad_out(
+            *rows, None, [None, ids, None], 8, "unquantized", out=out.requires_grad_(trained)
+        )
+    assert not out.any()

@@ -156,8 +156,8 @@ def gradient_samples(x, h, b2, weights, ids, plan):
             (turned, x.repeat_interleave(K, 0), None, [*plan], *layer, torch.bfloat16),
         ],
         "expert_wgrad.out": [
-            (x, h, weights, [*direct], "unquantized"),
-            (turned, x.repeat_interleave(K, 0), None, [*plan], "unquantized"),
+            (x, h, weights, [*direct], *layer),
+            (turned, x.repeat_interleave(K, 0), None, [*plan], *layer),
         ],
         "expert_bias_grad": [(x, weights, [*direct], *layer), (h, None, [*plan], *layer)],
         "slot_products": [
@@ -324,8 +324,8 @@ def keywords(qualified, arguments):
         first, step = place[1:] or (0, 1)
         return {"out": a.new_ones(len(a) * top_k, first + step * w.shape[1])}
     if qualified == "expert_wgrad.out":
-        dy, x, *_ = arguments
-        return {"out": dy.new_ones(E, dy.shape[1], x.shape[1], dtype=torch.float32)}
+        dy, x, _, _, experts, *_ = arguments
+        return {"out": dy.new_ones(experts, dy.shape[1], x.shape[1], dtype=torch.float32)}
     if not qualified.endswith(".out"):
         return {}
     inputs = arguments[0]
