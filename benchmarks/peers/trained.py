@@ -31,11 +31,11 @@ class Differentiable(NamedTuple):
         """Forward and backward: the output as ``out``, and the gradients or sums by name."""
         out = self.forward()
         gradients = torch.autograd.grad(out, list(self.leaves.values()), grad)
-        found = dict(zip(self.leaves, gradients, strict=True))
+        results = dict(zip(self.leaves, gradients, strict=True))
         for name, main in self.mains.items():
-            if name in found:
-                main.add_(found[name])
-        return {"out": out.detach(), **found, **self.mains}
+            if name in results:
+                main.add_(results[name])
+        return {"out": out.detach(), **results, **self.mains}
 
     def kept(self) -> dict[int, int]:
         """Bytes of the storages that autograd holds after forward, by their addresses."""

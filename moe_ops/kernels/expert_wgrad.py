@@ -34,6 +34,7 @@ from moe_ops.kernels._runtime.slots import (
     map_size,
     next_power_of_2,
 )
+from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles, TensorSpec
 
 
@@ -200,14 +201,7 @@ def _hopper_launches(
 
 
 def launch_on_hopper(
-    out: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    plan: Tensor,
-    num_slots: int,
-    tile: int,
-    *,
-    adds: bool = False,
+    out: Tensor, dy: Tensor, x: Tensor, plan: Tensor, num_slots: int, tile: int, *, adds: bool
 ) -> None:
     """Launch one program per SM, which share out the tiles of all gradients."""
     num_experts, n, k = out.shape
@@ -256,14 +250,13 @@ def expert_wgrad_out(
     topk_weights: Tensor | None,
     tiles: AnyTiles,
     num_experts: int,
-    scheme: str,
     batch_invariant: bool = False,
     *,
     out: Tensor,
 ) -> None:
     """`expert_wgrad` whose float32 sums are added to ``out``."""
-    check_gradients(dy, x, topk_weights, tiles, num_experts, scheme, batch_invariant, out=out)
-    num_slots, tile = _slots_and_tile(dy, tiles, num_experts, scheme, batch_invariant)
+    check_gradients(dy, x, topk_weights, tiles, num_experts, batch_invariant, out=out)
+    num_slots, tile = _slots_and_tile(dy, tiles, num_experts, UNQUANTIZED.key, batch_invariant)
     if num_slots:
         _multiply(out, dy, x, topk_weights, tiles, num_slots, tile, adds=True)
 

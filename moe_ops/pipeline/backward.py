@@ -393,7 +393,7 @@ class _Backward(NamedTuple):
         tiles, experts = [*self.space.tiles], self.space.num_local_experts
         scheme, invariant = self.settings.scheme.key, self.space.batch_invariant
         if main is not None:
-            ops.expert_wgrad_out(dy, x, weights, tiles, experts, scheme, invariant, out=main)
+            ops.expert_wgrad_out(dy, x, weights, tiles, experts, invariant, out=main)
             return None
         if w.stride(-1) != 1 and weights is None:
             dw = ops.expert_wgrad(x, dy, None, tiles, experts, scheme, w.dtype, invariant)

@@ -6,7 +6,7 @@ itself, and nothing reaches the node. A weight that was cut or reshaped on the w
 tensor, whose gradient is rounded to its dtype before the node adds it.
 
 A main gradient is not saved for the backward pass as other tensors are: between a forward pass and
-its backward pass those of other micro-batches may change it.
+its backward pass other micro-batches may add to it.
 
 Source:
     Megatron-LM's ``gradient_accumulation_fusion`` and Transformer Engine's
@@ -22,19 +22,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_ops import checks
-from moe_ops.gradients import check_transforms
+from moe_ops.gradients import check_transforms, once
 
 _MAIN_GRAD = "_moe_ops_main_grad"
 """Attribute of a weight, by which experts find its main gradient."""
 
 
 def with_main_grad(weight: Tensor, main_grad: Tensor) -> Tensor:
-    """Return ``weight``; backward passes add its gradient to ``main_grad``, and not to its own.
+    """Return ``weight``; a backward pass adds its gradient to ``main_grad``, and not to its own.
 
-    ``main_grad += gradient``, where `fused_experts` and a `FusedMoEKernel` add the float32 sums of
-    the gradient without rounding them. Rows of experts without tokens keep their bits. Every
-    backward pass through a function of the result adds, also that of ``torch.autograd.grad`` for
-    other tensors. Under ``torch.no_grad()`` the result is ``weight`` itself.
+    Call it in every forward pass. `fused_experts` and a `FusedMoEKernel` add the float32 sums of
+    the gradient without rounding them. Weights of experts without tokens keep the bits of their
+    main gradients. Every backward pass through a function of the result adds, also that of
+    ``torch.autograd.grad`` for other tensors. Under ``torch.no_grad()`` the result is ``weight``.
 
     Args:
         weight: weights or biases of experts, which require grad; bf16, fp16 or fp32.
@@ -97,11 +97,11 @@ def _attached(weight: Tensor, main_grad: Tensor) -> Tensor:
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have bytes in common, judged by the first and the last of each."""
-    (one, begin, end), (other, start, stop) = map(_extent, (x, y))
+    (one, begin, end), (other, start, stop) = map(_bytes_of, (x, y))
     return one == other and begin < stop and start < end
 
 
-def _extent(x: Tensor) -> tuple[Any, ...]:
+def _bytes_of(x: Tensor) -> tuple[Any, ...]:
     """A tensor's storage, and the range of its bytes there."""
     first = x.storage_offset()
     last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
@@ -119,8 +119,9 @@ class _Added(Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
+    @once("with_main_grad")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None) -> Any:
         """Add the gradient, unless experts did."""
         if grad is not None:
-            ctx.main_grad.add_(grad.detach())
+            ctx.main_grad.add_(grad)
         return None, None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.slots import local_experts, planned_rows
+from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles
 
 
@@ -75,15 +76,13 @@ def expert_wgrad_out(
     topk_weights: Tensor | None,
     tiles: AnyTiles,
     num_experts: int,
-    scheme: str,
     batch_invariant: bool = False,
     *,
     out: Tensor,
 ) -> None:
     """``out[e] += (topk_weights * dy).T @ x`` over the slots of e; an expert without stays."""
-    rows = (dy, x)
-    of_experts = _rows_by_expert(rows, topk_weights, tiles, num_experts, scheme, batch_invariant)
-    for expert, (d, r) in of_experts:
+    how = num_experts, UNQUANTIZED.key, batch_invariant
+    for expert, (d, r) in _rows_by_expert((dy, x), topk_weights, tiles, *how):
         out[expert] += d.t() @ r
 
 

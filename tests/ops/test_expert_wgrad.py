@@ -80,7 +80,7 @@ def check_added(dy, x, weights, tiles, num_experts, empty):
         start[empty] = -0.0
         start[empty, :, ::2] = torch.nan
     for number in (1, 2):
-        ops.expert_wgrad_out(number * dy, x, weights, tiles, num_experts, "unquantized", out=total)
+        ops.expert_wgrad_out(number * dy, x, weights, tiles, num_experts, out=total)
         expected[~empty] += number * sums[~empty]  # twice the numbers: the same bits, doubled
         assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
 
@@ -186,7 +186,11 @@ def test_wrong_sizes(change, message, device):
 @every_row(
     ("out", "error", "message"),
     [
-        (torch.zeros(8, 4, 4, dtype=torch.bfloat16), TypeError, "out must be torch.float32, got"),
+        (
+            torch.zeros(8, 4, 4, dtype=torch.bfloat16),
+            TypeError,
+            "out must have the dtype of sums, torch.f",
+        ),
         (torch.zeros(8, 4, 5), ValueError, r"out.shape\[2\] must be 4, got 5"),
         (torch.zeros(9, 4, 4), ValueError, r"out.shape\[0\] must be 8, got 9"),
         (torch.zeros(8, 4, 4).mT, ValueError, "out must be contiguous, got strides"),
@@ -198,7 +202,5 @@ def test_gradients_that_nothing_is_added_to(out, error, message, device):
     rows = torch.ones(3, 4, device=device), torch.ones(6, 4, device=device)
     trained, out = out.requires_grad, out.detach().to(device)
     with pytest.raises(error, match=message):
-        ops.expert_wgrad_out(
-            *rows, None, [None, ids, None], 8, "unquantized", out=out.requires_grad_(trained)
-        )
+        ops.expert_wgrad_out(*rows, None, [None, ids, None], 8, out=out.requires_grad_(trained))
     assert not out.any()

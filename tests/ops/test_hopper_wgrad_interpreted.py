@@ -40,7 +40,7 @@ def check(ids, experts, n, k, tile, dtype=BF16, out_dtype=BF16, by_token="x"):
     with row_tile(tile):
         plan = planned(ids, None, experts).plan
         with interpreted(3):
-            launch_on_hopper(out, *rows, plan, ids.numel(), tile)
+            launch_on_hopper(out, *rows, plan, ids.numel(), tile, adds=False)
         tiles = [plan, ids, None]
         expected = reference.expert_wgrad(*rows, None, tiles, experts, "unquantized", out_dtype)
         assert torch.equal(out, expected)
@@ -100,7 +100,7 @@ def test_any_plan():
         if header:
             hostile[:4] = plan[:4]
         with interpreted(3):
-            launch_on_hopper(torch.empty(4, 128, 256), *rows, hostile, ids.numel(), 64)
+            launch_on_hopper(torch.empty(4, 128, 256), *rows, hostile, ids.numel(), 64, adds=header)
 
 
 @every_row(

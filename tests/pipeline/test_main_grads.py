@@ -3,6 +3,7 @@
 import pytest
 import torch
 from differentiable_layers import FLOAT_INPUTS, gradients, leaves
+from graphs import capture
 from modular import setup
 from table_items import every_row
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -164,16 +165,13 @@ def test_autocast(device):
 
 
 def test_weights_that_experts_do_not_read_themselves(device):
-    """A part of a weight, and a use elsewhere: added too, after rounding to the weight's dtype.
-
-    One result of `with_main_grad` serves several backward passes.
-    """
+    """A part of a weight, and a use elsewhere: added too, after rounding to the weight's dtype."""
     inputs, grad = leaves(make_inputs(PROBLEM, device)), grad_of(PROBLEM, device)
     plain = gradients(call(moe_ops.fused_experts, PROBLEM, inputs), inputs, grad)
     mains = {"w2": zeros(inputs)["w2"]}
-    given = joined(inputs, mains)
-    given.w2.float().sum().backward()
+    with_main_grad(inputs.w2, mains["w2"]).float().sum().backward()
     assert (mains["w2"] == 1).all()
+    given = joined(inputs, mains)
     call(moe_ops.fused_experts, PROBLEM, given._replace(w2=given.w2[:])).backward(grad)
     assert torch.equal(mains["w2"], 1 + plain["w2"].float())
     assert inputs.w2.grad is None
@@ -241,13 +239,10 @@ def test_captured():
     def run():
         call(moe_ops.fused_experts, problem, joined(inputs, mains)).backward(grad)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(torch.cuda.Stream()):
         run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = capture(run)
     for name in names:
         mains[name].zero_()
     expected = zeros(inputs)

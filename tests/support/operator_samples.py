@@ -156,8 +156,8 @@ def gradient_samples(x, h, b2, weights, ids, plan):
             (turned, x.repeat_interleave(K, 0), None, [*plan], *layer, torch.bfloat16),
         ],
         "expert_wgrad.out": [
-            (x, h, weights, [*direct], *layer),
-            (turned, x.repeat_interleave(K, 0), None, [*plan], *layer),
+            (x, h, weights, [*direct], E),
+            (turned, x.repeat_interleave(K, 0), None, [*plan], E),
         ],
         "expert_bias_grad": [(x, weights, [*direct], *layer), (h, None, [*plan], *layer)],
         "slot_products": [

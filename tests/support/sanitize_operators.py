@@ -154,7 +154,7 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "expert_wgrad.out": [
             (some(400, 136, dtype=BF16), some(400, 264, dtype=BF16), None, [of_slots, None, None],
-             3, "unquantized"),
+             3),
         ],
         "moe_fused_mul_sum": [(some(33, 4, 1100, dtype=BF16), weights, ids, None, None, 8)],
     }  # fmt: skip
