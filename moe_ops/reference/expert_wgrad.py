@@ -81,8 +81,8 @@ def expert_wgrad_out(
     out: Tensor,
 ) -> None:
     """``out[e] += (topk_weights * dy).T @ x`` over the slots of e; an expert without stays."""
-    how = num_experts, UNQUANTIZED.key, batch_invariant
-    for expert, (d, r) in _rows_by_expert((dy, x), topk_weights, tiles, *how):
+    settings = num_experts, UNQUANTIZED.key, batch_invariant
+    for expert, (d, r) in _rows_by_expert((dy, x), topk_weights, tiles, *settings):
         out[expert] += d.t() @ r
 
 
