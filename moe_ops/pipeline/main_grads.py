@@ -53,10 +53,10 @@ def with_main_grad(weight: Tensor, main_grad: Tensor) -> Tensor:
     checks.tensor("weight", weight, None, checks.FLOATS)
     if not weight.requires_grad:
         raise ValueError("weight must require grad, got a Tensor that does not")
-    check_main_grad("main_grad", main_grad, "weight", weight)
     if not torch.is_grad_enabled():
         return weight
     check_transforms("with_main_grad")
+    check_main_grad("main_grad", main_grad, "weight", weight)
     return _attached(_Added.apply(weight, main_grad), main_grad)
 
 
