@@ -281,8 +281,8 @@ def _multiply(
         launch_on_hopper(out, dy, x, told[0], num_slots, tile, adds=adds)
         return
     sizes = wgrad_tiles(n, k, x.itemsize, tile, device)
-    if adds:  # whose threads hold sums and what they are added to
-        sizes = sizes._replace(num_warps=2 * sizes.num_warps)
+    if adds and sizes.block_n * sizes.block_k > 64 * 128:  # threads hold what sums are added to
+        sizes = sizes._replace(num_warps=8)
     programs = num_experts * cdiv(n, sizes.block_n) * cdiv(k, sizes.block_k)
     launch = _wgrad_launch(sizes, n, k, top_k, tile, adds)
     launch((programs,), dy, x, dense(topk_weights), out, *told)
