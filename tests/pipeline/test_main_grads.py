@@ -85,6 +85,16 @@ def test_sums_are_rounded_by_the_addition_alone(num_tokens, routing, on_input, d
     assert all(torch.equal(others[n], plain[n]) for n in OTHERS)
 
 
+def test_the_second_weight_alone(device):
+    """Nothing goes through it, so the activation is computed without its derivative."""
+    inputs, grad = leaves(make_inputs(PROBLEM, device), ("w2",)), grad_of(PROBLEM, device)
+    plain = gradients(call(moe_ops.fused_experts, PROBLEM, inputs), inputs, grad)["w2"]
+    mains = {"w2": torch.zeros_like(plain, dtype=torch.float32)}
+    call(moe_ops.fused_experts, PROBLEM, joined(inputs, mains)).backward(grad)
+    assert torch.equal(mains["w2"].to(PROBLEM.dtype), plain) and inputs.w2.grad is None
+    assert not torch.equal(mains["w2"], plain.float())
+
+
 def test_micro_batches(device):
     """Both forward passes may come before both backward passes."""
     inputs = leaves(make_inputs(PROBLEM, device))
