@@ -98,7 +98,7 @@ def expert_product_out(
             f"out must have column first_column + column_step * c for each of the {n} columns c of "
             f"the products, got {first_column}, {column_step} and shape {tuple(out.shape)}"
         )
-    sizes.added_to(out, a.dtype, "that of a")
+    sizes.added_to(out, a.dtype, "of a")
 
 
 def expert_product_sum(
