@@ -80,8 +80,7 @@ class ExpertLayer(nn.Module):
     apply_router_weight_on_input: bool
     reduce_results: bool
     batch_invariant: bool = _of_state("batch_invariant")
-    fuse_wgrad_accumulation: bool = False
-    """Layers that earlier versions saved have no such attribute."""
+    fuse_wgrad_accumulation: bool
     shared_expert_gate: bool
     chunk_size: int | None
     routing: dict[str, Any]
