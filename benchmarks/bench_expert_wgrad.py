@@ -34,6 +34,9 @@ def cases(layer: Layer) -> Iterator[Case]:
         flops = 2 * ids.numel() * n * k
         yield Case(f"expert_wgrad:{name}", call, moved, flops)
         yield Case(f"expert_wgrad:{name}:portable", partial(portable, call, x.device), moved, flops)
+        total = torch.zeros(experts, n, k, device=x.device)
+        added = partial(ops.expert_wgrad_out, d, r, None, tiles, experts, out=total)
+        yield Case(f"expert_wgrad.out:{name}", added, nbytes(d, r, ids) + 2 * total.nbytes, flops)
     yield Case(
         "expert_bias_grad",
         lambda: ops.expert_bias_grad(dy, None, tiles, experts, "unquantized"),

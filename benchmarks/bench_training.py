@@ -8,6 +8,9 @@
   for the adapter. transformers' `grouped_mm` is given ``W + B @ A``, as PEFT does.
 * ``frozen``: the same without an adapter, so that the difference is the adapter's cost.
 
+``--main-grads`` adds gradients of both weights (``all``) to float32 main gradients, in the kernels
+(``moe_ops-main``) and by ``main_grad += grad`` (``moe_ops-added``).
+
 Weights are larger than the L2 cache, so that nothing needs to be rotated.
 """
 
@@ -24,11 +27,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from main_grads import MAIN_GRADS
 from peers import PEERS
 from peers.trained import (
     TRAINED_PEERS,
     Differentiable,
     TrainedPeer,
+    address,
     hf_adapted,
     hf_trained,
 )
@@ -190,7 +195,7 @@ OURS, GROUPED_MM = "moe_ops", "hf-grouped_mm"
 IMPLS: dict[str, Callable[[Case], Differentiable]] = {
     OURS: moe_ops_trained,
     GROUPED_MM: grouped_mm_trained,
-    **{name: partial(peer_trained, peer) for name, peer in TRAINED_PEERS.items()},
+    **{n: partial(peer_trained, peer) for n, peer in {**TRAINED_PEERS, **MAIN_GRADS}.items()},
 }
 
 
@@ -206,17 +211,10 @@ def runs(impl: str, mode: str, case: Case) -> bool:
     Peers are timed eager only: `grouped_mm` and SonicMoE are not known to be capturable on sm_90,
     and Liger reads a number back on every call.
     """
-    if impl == OURS:
+    if impl == OURS or (impl in MAIN_GRADS and case.trained == "all"):
         return mode != "captured" or case.inputs.x.is_cuda
-    computed = case.trained == "all" or impl not in TRAINED_PEERS
+    computed = case.trained == "all" or impl not in (*TRAINED_PEERS, *MAIN_GRADS)
     return mode != "captured" and computed and case.scheme == "bf16"
-
-
-def step(layer: Differentiable, grad: Tensor) -> dict[str, Tensor]:
-    """Forward and backward: the output as ``out``, and the gradients by name."""
-    out = layer.forward()
-    gradients = torch.autograd.grad(out, list(layer.leaves.values()), grad)
-    return {"out": out.detach(), **dict(zip(layer.leaves, gradients, strict=True))}
 
 
 def saved_bytes(layer: Differentiable, case: Case) -> int:
@@ -224,21 +222,8 @@ def saved_bytes(layer: Differentiable, case: Case) -> int:
     experts, config = case.experts, case.experts.quant_config
     operands = [experts.w1, experts.w2, *case.factors.values()]
     operands += [] if config is None else [t for t in config.tensors if t is not None]
-    weights = set(map(_address, operands))
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[_address(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # not the tensor itself: a graph must not hold its own output
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = layer.forward()
-    del out  # until here every storage that was counted was alive
-    return sum(nbytes for address, nbytes in kept.items() if address not in weights)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    weights = set(map(address, operands))
+    return sum(nbytes for place, nbytes in layer.kept().items() if place not in weights)
 
 
 # References
@@ -333,7 +318,7 @@ def rows_of(case: Case, impl: str, modes: Sequence[str]) -> Iterator[TrainingRow
     what = f"{case.trained} of {case.problem.name} in {case.scheme}"
     progress(f"{impl}, {what} with {len(case.inputs.x)} tokens")
     device, layer = case.inputs.x.device, IMPLS[impl](case)
-    call = partial(step, layer, case.grad)
+    call = partial(layer.step, case.grad)
     call()  # compiles, and allocates what stays
     memory: dict[str, Any] = {
         "peak_bytes": peak_bytes(call, device),
@@ -345,7 +330,12 @@ def rows_of(case: Case, impl: str, modes: Sequence[str]) -> Iterator[TrainingRow
         config["rank"] = case.factors["a1"].shape[2]
     for mode in modes:
         timing = measure(call, device, captured=mode == "captured")
-        errors = errors_of(case, timing.output)
+        results = timing.output
+        if layer.mains:  # sums of all calls by now
+            for main in layer.mains.values():
+                main.zero_()
+            results = call()
+        errors = errors_of(case, results)
         yield TrainingRow(
             case.scheme,
             case.problem.name,
@@ -380,7 +370,8 @@ def planned(args: argparse.Namespace) -> Iterator[Case]:
 def print_times(rows: Sequence[TrainingRow], *, head: bool) -> None:
     """Print a line per row, with its ratios to the lower bound and to the best peer in its mode."""
     for number, row in enumerate(rows):
-        same = [r.time_us for r in rows if r.mode == row.mode and r.impl != OURS]
+        ours = (OURS, *MAIN_GRADS)
+        same = [r.time_us for r in rows if r.mode == row.mode and r.impl not in ours]
         peer = min(same, default=None)
         more = {
             "x floor": row.floor_us and row.time_us / row.floor_us,
@@ -394,7 +385,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     command = parser(__doc__ or "", tokens="4096,32768", models="qwen3-30b")
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    usable = [impl for impl in IMPLS if missing(impl) is None]
+    usable = [impl for impl in IMPLS if impl not in MAIN_GRADS and missing(impl) is None]
     frozen = [name for name, s in moe_ops.SCHEMES.items() if s.weight and s.activation is None]
     schemes = {name: name for name in ("bf16", *frozen)}
     lists = {
@@ -415,7 +406,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
             help=f"{text}(default: %(default)s)",
         )
     command.add_argument("--rank", type=int, default=16, help="of the adapter (default: 16)")
+    command.add_argument("--main-grads", action="store_true", help="also add to float32: see above")
     args = command.parse_args(arguments)
+    args.impls = [*args.impls, *MAIN_GRADS] if args.main_grads else args.impls
     if args.rank < 1:
         command.error(f"--rank must be positive, got {args.rank}")
     for problem in args.problems:

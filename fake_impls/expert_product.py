@@ -98,10 +98,7 @@ def expert_product_out(
             f"out must have column first_column + column_step * c for each of the {n} columns c of "
             f"the products, got {first_column}, {column_step} and shape {tuple(out.shape)}"
         )
-    if out.dtype != a.dtype:
-        raise TypeError(f"out must have the dtype of a, {a.dtype}, got {out.dtype}")
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+    sizes.added_to(out, a.dtype, "of a")
 
 
 def expert_product_sum(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_ops import sizes
 from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles
 
 
@@ -25,6 +26,24 @@ def expert_wgrad(
     slots = sizes.planned((dy, x), tiles, num_experts, rule)
     sizes.entries("topk_weights", topk_weights, slots)
     return dy.new_empty((num_experts, dy.shape[1], x.shape[1]), dtype=out_dtype)
+
+
+def expert_wgrad_out(
+    dy: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    num_experts: int,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    """Check ``out``, to which gradients are added: float32 ``(E, N, K)``, contiguous."""
+    rule = gemm_rule(UNQUANTIZED.key, dy, tiles, batch_invariant)
+    slots = sizes.planned((dy, x), tiles, num_experts, rule)
+    sizes.entries("topk_weights", topk_weights, slots)
+    sizes.shaped("out", out, num_experts, dy.shape[1], x.shape[1])
+    sizes.added_to(out, torch.float32, "of sums")
 
 
 def expert_bias_grad(

@@ -8,7 +8,7 @@ An operator ``moe_ops::name`` of a stage has three legs, found by the stage's fi
   allocate with these same functions, so the two cannot drift.
 
 All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
-``.out`` overloads (that of ``expert_product`` adds to what is there),
+``.out`` overloads (``expert_product.out`` and ``expert_wgrad.out`` add to what is there),
 ``eplb_map_to_physical_and_record``, which counts into a buffer of its caller, and those that change
 the ``state`` of windows: their schemas say so. Products of experts in host memory copy experts to
 slots on the device: a cache, of which results do not depend. (The overloads do not carry
@@ -308,6 +308,13 @@ expert_wgrad = _op(
     "expert_wgrad",
     "expert_wgrad(Tensor dy, Tensor x, Tensor? topk_weights, Tensor?[] tiles, SymInt num_experts,"
     " str scheme, ScalarType out_dtype, bool batch_invariant=False) -> Tensor",
+    flops.weight_gradient,
+)
+# Adds to float32 gradients ``(El, N, K)`` of weights that no scheme quantizes: no sum is rounded.
+expert_wgrad_out = _op(
+    "expert_wgrad",
+    "expert_wgrad.out(Tensor dy, Tensor x, Tensor? topk_weights, Tensor?[] tiles,"
+    " SymInt num_experts, bool batch_invariant=False, *, Tensor(a!) out) -> ()",
     flops.weight_gradient,
 )
 expert_bias_grad = _op(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
@@ -28,6 +29,14 @@ def shaped(name: str, x: Tensor, *sizes: int | None) -> None:
     for axis, expected in enumerate(sizes):
         if expected is not None:
             equal(f"{name}.shape[{axis}]", shape[axis], expected)
+
+
+def added_to(out: Tensor, dtype: torch.dtype, rule: str) -> None:
+    """Check what results are added to: contiguous, with the dtype that ``rule`` explains."""
+    if out.dtype != dtype:
+        raise TypeError(f"out must have the dtype {rule}, {dtype}, got {out.dtype}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
 
 
 def axes(name: str, x: Tensor, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Losses of routers, load balancing without a loss, adapters of experts, and training over ranks.
+"""Losses of routers, load balancing, adapters of experts, main gradients, and training over ranks.
 
 `fused_experts`, `fused_moe`, `FusedMoE` and the top-k routers have gradients themselves; what is
 here is used beside them.
@@ -14,6 +14,7 @@ from moe_ops.functional import count_expert_num_tokens
 from moe_ops.layer.clipping import clip_grad_norm_
 from moe_ops.layer.sharded import sharded_state_dict
 from moe_ops.pipeline.lora import ExpertLora, expert_lora
+from moe_ops.pipeline.main_grads import with_main_grad
 
 __all__ = [
     "ExpertLora",
@@ -23,6 +24,7 @@ __all__ = [
     "router_z_loss",
     "sharded_state_dict",
     "update_expert_bias",
+    "with_main_grad",
 ]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,37 @@ class Differentiable(NamedTuple):
     """Eager, and recorded for a backward pass."""
     leaves: dict[str, Tensor]
     """Tensors that require grad, by their names in `Experts` and `Inputs`."""
+    mains: Mapping[str, Tensor] = MappingProxyType({})
+    """float32 tensors to which gradients are added: by the backward pass, or those of `leaves`
+    after it."""
+
+    def step(self, grad: Tensor) -> dict[str, Tensor]:
+        """Forward and backward: the output as ``out``, and the gradients or sums by name."""
+        out = self.forward()
+        gradients = torch.autograd.grad(out, list(self.leaves.values()), grad)
+        results = dict(zip(self.leaves, gradients, strict=True))
+        for name, main in self.mains.items():
+            if name in results:
+                main.add_(results[name])
+        return {"out": out.detach(), **results, **self.mains}
+
+    def kept(self) -> dict[int, int]:
+        """Bytes of the storages that autograd holds after forward, by their addresses."""
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[address(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor.detach()  # not the tensor itself: a graph must not hold its own output
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = self.forward()
+        del out  # until here every storage that was counted was alive
+        return kept
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's storage begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def hf_trained(

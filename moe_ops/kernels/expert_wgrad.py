@@ -1,7 +1,8 @@
 """Triton kernels of the gradients of expert weights, biases and router weights.
 
 The contraction runs over the slots of one expert, which lie side by side in the plan. One program
-owns one tile of one expert's gradient, so sums have one order and experts without slots get zeros.
+owns one tile of one expert's gradient, so sums have one order and experts without slots get zeros,
+or stay as they are where sums are added to a gradient.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import cdiv, is_direct, row_tile
 from moe_ops.fake_impls.expert_wgrad import expert_bias_grad as empty_biases
 from moe_ops.fake_impls.expert_wgrad import expert_wgrad as empty_weights
+from moe_ops.fake_impls.expert_wgrad import expert_wgrad_out as check_gradients
 from moe_ops.fake_impls.expert_wgrad import slot_products as empty_products
 from moe_ops.kernels._gemm.tile import COUNTED, add_dot, columns_of, planned_tiles, tile_arguments
 from moe_ops.kernels._hopper.weight_gradient import STEP_ROWS, Constants
@@ -32,6 +34,7 @@ from moe_ops.kernels._runtime.slots import (
     map_size,
     next_power_of_2,
 )
+from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles, TensorSpec
 
 
@@ -93,8 +96,12 @@ def _expert_wgrad_kernel(
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     N: tl.constexpr, K: tl.constexpr, DY_TOP_K: tl.constexpr, X_TOP_K: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
-    """``out[e, n, k] = sum_s topk_weights[s] * dy[s // DY_TOP_K, n] * x[s // X_TOP_K, k]``."""
+    """``out[e, n, k] = sum_s topk_weights[s] * dy[s // DY_TOP_K, n] * x[s // X_TOP_K, k]``.
+
+    ADDS: added to ``out``, of which experts without slots are neither read nor written.
+    """
     take_turn(LONG=True)
     COLUMNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     PER_EXPERT: tl.constexpr = COLUMNS * ((N + BLOCK_N - 1) // BLOCK_N)
@@ -103,17 +110,23 @@ def _expert_wgrad_kernel(
     k, k_inside = columns_of(tile % COLUMNS, K, BLOCK_K)
     begin, end = rows_of_expert(tiles, expert, num_slots, num_ids, num_entries, TILE)
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    rows = end - begin if num_ids is None else 0
     start = begin  # no bound of the loop: `rows_of_expert`
     for _ in range(0, end - begin, BLOCK_M):
         slot, real = load_slots_of(
             tiles, expert_map, start, end, expert, num_slots, num_ids, num_experts, TILE, BLOCK_M
         )
         start += BLOCK_M
+        if ADDS and num_ids is not None:
+            rows += tl.sum(real.to(tl.int32))
         r = load_grad_rows(x, None, slot, real, k, k_inside, K, X_TOP_K)
         d = load_grad_rows(dy, topk_weights, slot, real, n, n_inside, N, DY_TOP_K)
         acc = add_dot(acc, tl.trans(d.to(r.dtype)), r)
     at = out + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
     mask = n_inside[:, None] & k_inside[None, :]
+    if ADDS:
+        mask = mask & (rows > 0)
+        acc += tl.load(at, mask=mask, other=0.0)
     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -156,7 +169,9 @@ def wgrad_tiles(n: int, k: int, itemsize: int, tile: int, device: Device) -> Wgr
 
 
 @lru_cache(maxsize=1024)
-def _wgrad_launch(sizes: WgradTiles, n: int, k: int, top_k: tuple[int, int], tile: int) -> Launch:
+def _wgrad_launch(
+    sizes: WgradTiles, n: int, k: int, top_k: tuple[int, int], tile: int, adds: bool
+) -> Launch:
     return Launch(
         _expert_wgrad_kernel,
         N=n,
@@ -167,26 +182,31 @@ def _wgrad_launch(sizes: WgradTiles, n: int, k: int, top_k: tuple[int, int], til
         BLOCK_M=sizes.block_m,
         BLOCK_N=sizes.block_n,
         BLOCK_K=sizes.block_k,
+        ADDS=adds,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
     )
 
 
 @lru_cache(maxsize=1024)
-def _hopper_launches(n: int, k: int, top_k: tuple[int, int], tile: int) -> tuple[Launch, Launch]:
+def _hopper_launches(
+    n: int, k: int, top_k: tuple[int, int], tile: int, adds: bool
+) -> tuple[Launch, Launch]:
     """The kernel that finds the rows of each expert, and the one that multiplies them."""
-    constants = Constants(n, k, *top_k, *WGRAD_BLOCKS, GROUP_N=WGRAD_BAND, STAGES=WGRAD_STAGES)
+    constants = Constants(
+        n, k, *top_k, *WGRAD_BLOCKS, GROUP_N=WGRAD_BAND, STAGES=WGRAD_STAGES, ADDS=adds
+    )
     spans = Launch(_expert_spans_kernel, TILE=tile, STEP=STEP_ROWS.value)
     return spans, constants.launch
 
 
 def launch_on_hopper(
-    out: Tensor, dy: Tensor, x: Tensor, plan: Tensor, num_slots: int, tile: int
+    out: Tensor, dy: Tensor, x: Tensor, plan: Tensor, num_slots: int, tile: int, *, adds: bool
 ) -> None:
     """Launch one program per SM, which share out the tiles of all gradients."""
     num_experts, n, k = out.shape
     top_k = num_slots // dy.shape[0], num_slots // x.shape[0]
-    find, multiply = _hopper_launches(n, k, top_k, tile)
+    find, multiply = _hopper_launches(n, k, top_k, tile, adds)
     spans = plan.new_empty(2 * num_experts)
     find((num_experts,), spans, plan, num_slots, plan.shape[0])
     most = num_experts * cdiv(n, WGRAD_BLOCKS[0]) * cdiv(k, WGRAD_BLOCKS[1])
@@ -220,17 +240,52 @@ def expert_wgrad(
     num_slots, tile = _slots_and_tile(dy, tiles, num_experts, scheme, batch_invariant)
     if num_slots == 0:
         return out.zero_()
-    (_, n, k), top_k = out.shape, (num_slots // dy.shape[0], num_slots // x.shape[0])
+    _multiply(out, dy, x, topk_weights, tiles, num_slots, tile, adds=False)
+    return out
+
+
+def expert_wgrad_out(
+    dy: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    num_experts: int,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    """`expert_wgrad` whose float32 sums are added to ``out``."""
+    check_gradients(dy, x, topk_weights, tiles, num_experts, batch_invariant, out=out)
+    num_slots, tile = _slots_and_tile(dy, tiles, num_experts, UNQUANTIZED.key, batch_invariant)
+    if num_slots:
+        _multiply(out, dy, x, topk_weights, tiles, num_slots, tile, adds=True)
+
+
+def _multiply(
+    out: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    num_slots: int,
+    tile: int,
+    *,
+    adds: bool,
+) -> None:
+    """Launch the kernel that takes the rows."""
+    (num_experts, n, k), top_k = out.shape, (num_slots // dy.shape[0], num_slots // x.shape[0])
     dy, x, told = dy.contiguous(), x.contiguous(), tile_arguments(tiles, num_slots, num_experts)
     device = device_facts(x.device)
     rows = TensorSpec.of(dy), TensorSpec.of(x)
     if x.is_cuda and topk_weights is None and takes_wgrad(*rows, tile, device):
-        launch_on_hopper(out, dy, x, told[0], num_slots, tile)
-        return out
+        launch_on_hopper(out, dy, x, told[0], num_slots, tile, adds=adds)
+        return
     sizes = wgrad_tiles(n, k, x.itemsize, tile, device)
+    if adds and sizes.block_n * sizes.block_k > 64 * 128:  # threads hold what sums are added to
+        sizes = sizes._replace(num_warps=8)
     programs = num_experts * cdiv(n, sizes.block_n) * cdiv(k, sizes.block_k)
-    _wgrad_launch(sizes, n, k, top_k, tile)((programs,), dy, x, dense(topk_weights), out, *told)
-    return out
+    launch = _wgrad_launch(sizes, n, k, top_k, tile, adds)
+    launch((programs,), dy, x, dense(topk_weights), out, *told)
 
 
 @triton.jit(do_not_specialize=COUNTED)

@@ -80,6 +80,7 @@ class ExpertLayer(nn.Module):
     apply_router_weight_on_input: bool
     reduce_results: bool
     batch_invariant: bool = _of_state("batch_invariant")
+    fuse_wgrad_accumulation: bool
     shared_expert_gate: bool
     chunk_size: int | None
     routing: dict[str, Any]
@@ -217,5 +218,6 @@ class ExpertLayer(nn.Module):
             **({"n_shared_experts": shared} if shared else {}),
             **({"shared_expert_gate": True} if self.shared_expert_gate else {}),
             "batch_invariant": self.batch_invariant,
+            **({"fuse_wgrad_accumulation": True} if self.fuse_wgrad_accumulation else {}),
         }
         return ", ".join(f"{name}={value}" for name, value in facts.items())

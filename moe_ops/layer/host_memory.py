@@ -13,11 +13,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moe_ops.layer.options import FusedMoEOptions, against_host_memory
+from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.stage import Stage
-from moe_ops.layer.state import LayerState
+from moe_ops.layer.state import LayerState, against_host_memory
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.host_experts import HostExperts, Store, host_experts, place_in, store
 from moe_ops.residency import Amount, parse_amount

@@ -114,7 +114,7 @@ class FusedMoEMethodBase(ABC):
         if state.host_experts is not None:
             raise NotImplementedError(reason_against(state))
         w13, w2 = layer.w13_weight, layer.w2_weight
-        if layer.enable_eplb:
+        if layer.enable_eplb or layer.fuse_wgrad_accumulation:
             w13, w2, *biases = trained_together(layer)
             if state.kernel is None and len(wanted(*biases)) > 0:
                 kernel = self.kernel_of(layer, biases)
@@ -160,7 +160,7 @@ class FusedMoEMethodBase(ABC):
     ) -> Tensor:
         """Run experts without a kernel, on the device or in host memory."""
         host = layer.state.host_experts
-        if layer.enable_eplb:
+        if layer.enable_eplb or layer.fuse_wgrad_accumulation:
             own = trained_together(layer)
         else:
             own = layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias

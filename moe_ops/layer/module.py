@@ -104,6 +104,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         self.renormalize, self.scoring_func = chosen.renormalize, chosen.scoring_func
         self.apply_router_weight_on_input = chosen.apply_router_weight_on_input
         self.reduce_results, self.enable_eplb = chosen.reduce_results, chosen.enable_eplb
+        self.fuse_wgrad_accumulation = chosen.fuse_wgrad_accumulation
         self.chunk_size, self.shared_expert_gate = chosen.chunk_size, chosen.shared_expert_gate
         self.prefix, self.expert_mapping = chosen.prefix, chosen.expert_mapping
         self.option_facts = option_facts(chosen)

@@ -14,7 +14,7 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.brief import brief
 from moe_ops.layer.partition import LayerSizes, aligned_sizes
-from moe_ops.layer.state import ExpertPlacement, LayerState
+from moe_ops.layer.state import ExpertPlacement, LayerState, against_host_memory
 from moe_ops.parallel import (
     FusedMoEParallelConfig,
     determine_expert_map,
@@ -135,6 +135,9 @@ class FusedMoEOptions:
     batch_invariant: bool = False
     """The bits of a token's result do not depend on other tokens: see `fused_experts`. A custom
     router must ensure this for its own part."""
+    fuse_wgrad_accumulation: bool = False
+    """Backward passes add gradients to the float32 ``main_grad`` of each parameter that requires
+    grad. The caller sets it: see `moe_ops.training.with_main_grad`."""
 
     resident_experts: int | float | str | None = None
     """Experts of this rank on the device, while all are in host memory: an int from ``top_k`` to
@@ -218,6 +221,7 @@ class FusedMoEOptions:
             checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
         if self.batch_invariant:
             self._check_batch_invariant()
+        self._check_main_grads()
 
     def _check_kinds(self) -> None:
         """Raise TypeError for a value that is not the flag, dtype, scheme or function wanted."""
@@ -298,6 +302,18 @@ class FusedMoEOptions:
                 "batch_invariant must be False if results of more than two ranks are summed, whose "
                 f"order may depend on the message size, got True with {ranks} ranks"
             )
+
+    def _check_main_grads(self) -> None:
+        """Raise NotImplementedError for weights without main gradients."""
+        quantized = as_scheme(self.scheme or UNQUANTIZED).weight is not None
+        names = (*["scheme"] * quantized, "enable_eplb", "resident_experts")
+        for name in names if self.fuse_wgrad_accumulation else ():
+            if getattr(self, name):
+                raise NotImplementedError(
+                    f"{name} must be left out with fuse_wgrad_accumulation, since experts that are "
+                    "quantized, change their rows or are in host memory have no main gradients, "
+                    f"got {getattr(self, name)}"
+                )
 
     def _check_ranks(self) -> None:
         """Check that the six numbers fit each other and the config, and can be run."""
@@ -432,19 +448,3 @@ class FusedMoEOptions:
         ranks = range(parallel.ep_size)
         rows = [self.placement(parallel, num_experts, rank).row for rank in ranks]
         return ranks_of_experts(torch.tensor(rows, dtype=torch.int32, device="cpu") >= 0)
-
-
-def against_host_memory(enable_eplb: bool, parallel: FusedMoEParallelConfig) -> str | None:
-    """Say why the experts of a layer cannot be in host memory; None: they can."""
-    if enable_eplb:
-        return (
-            "enable_eplb must be False with resident_experts, since experts that move between "
-            "ranks must all be on the device, got True"
-        )
-    if parallel.exchanges_tokens:
-        return (
-            "dp_size must be 1 and is_sequence_parallel False with resident_experts, since kernels "
-            "behind an exchange of tokens do not read experts from host memory yet, got "
-            f"dp_size = {parallel.dp_size} and sp_size = {parallel.sp_size}"
-        )
-    return None

@@ -205,3 +205,19 @@ class LayerState:
         """Sizes of this layer on one rank, whose state dict `load_checkpoint` reads."""
         sizes = replace(self.sizes.plain, scheme=self.checkpoint_scheme)
         return aligned_sizes(sizes, self.intermediate_size, 1)
+
+
+def against_host_memory(enable_eplb: bool, parallel: FusedMoEParallelConfig) -> str | None:
+    """Say why the experts of a layer cannot be in host memory; None: they can."""
+    if enable_eplb:
+        return (
+            "enable_eplb must be False with resident_experts, since experts that move between "
+            "ranks must all be on the device, got True"
+        )
+    if parallel.exchanges_tokens:
+        return (
+            "dp_size must be 1 and is_sequence_parallel False with resident_experts, since kernels "
+            "behind an exchange of tokens do not read experts from host memory yet, got "
+            f"dp_size = {parallel.dp_size} and sp_size = {parallel.sp_size}"
+        )
+    return None

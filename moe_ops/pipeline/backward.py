@@ -31,6 +31,7 @@ from moe_ops.pipeline.lora import (
     low_product,
     pairs_of,
 )
+from moe_ops.pipeline.main_grads import main_grad_of
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing
@@ -111,6 +112,15 @@ class Operands(NamedTuple):
         )
 
 
+class MainGrads(NamedTuple):
+    """What the gradients of weights and biases are added to; None: they are returned."""
+
+    w1: Tensor | None
+    w2: Tensor | None
+    b1: Tensor | None
+    b2: Tensor | None
+
+
 DIFFERENTIABLE = Operands._fields.index("topk_ids")
 """The number of operands at the beginning of `Operands` that may have gradients."""
 
@@ -161,7 +171,8 @@ def differentiable_experts(
     operands = Operands._make((*differentiable, *ids, *constants))
     if lora_ids is not None:
         settings = settings._replace(rounds_product=True)
-    return _Experts.apply(settings, *operands)
+    mains = MainGrads(*map(main_grad_of, (w1, w2, b1, b2)))
+    return _Experts.apply(settings, mains, *operands)
 
 
 def _lora_operands(
@@ -184,14 +195,14 @@ class _Experts(Function):
     """The pipeline as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, settings: Settings, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, settings: Settings, mains: MainGrads, *tensors: Any) -> Tensor:
         """Run the stages; keep the operands, the plan and the product of the first GEMM."""
         operands, kept = Operands(*tensors), []  # type: ignore[var-annotated]
         adapters = operands.adapters(settings, None)
         between = None if adapters is None else operands.beside(settings, adapters)
         step = Pass(operands.weights(), settings, between=between)
         out: Tensor = forward(step, operands.x, operands.routing, record=kept)
-        ctx.settings = settings
+        ctx.settings, ctx.mains = settings, mains
         lora_plan = None if adapters is None else adapters.tiles.plan
         ctx.save_for_backward(*tensors, *kept, lora_plan)
         return out
@@ -201,11 +212,11 @@ class _Experts(Function):
     def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> Any:
         """Compute the gradients that are asked for."""
         *tensors, product, plan, lora_plan = saved
-        operands, asked = Operands(*tensors), Operands(*ctx.needs_input_grad[1:])
+        operands, asked = Operands(*tensors), Operands(*ctx.needs_input_grad[2:])
         spaces = operands.space(ctx.settings, plan), operands.adapters(ctx.settings, lora_plan)
-        work = _Backward(ctx.settings, operands, asked, *spaces)
+        work = _Backward(ctx.settings, operands, asked, *spaces, ctx.mains)
         gradients = work.run(grad.contiguous(), product)
-        return (None, *gradients, *[None] * (len(tensors) - DIFFERENTIABLE))
+        return (None, None, *gradients, *[None] * (len(tensors) - DIFFERENTIABLE))
 
 
 class _Backward(NamedTuple):
@@ -217,6 +228,7 @@ class _Backward(NamedTuple):
     """Whether the gradient of each operand is asked for."""
     space: SlotRows
     adapters: SlotRows | None
+    mains: MainGrads
 
     def run(self, grad: Tensor, product: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the differentiable operands; None: not asked for.
@@ -226,29 +238,30 @@ class _Backward(NamedTuple):
             product: the product of the first GEMM, ``(T * k, 2I)``.
         """
         operands, wanted, key = self.operands, self.wanted, self.settings.activation
-        db2 = self._bias_gradient(grad, self.on_output, operands.b2) if wanted.b2 else None
+        mains, on_output = self.mains, self.on_output
+        db2 = self._bias_gradient(grad, on_output, operands.b2, mains.b2) if wanted.b2 else None
         if not self._goes_through():
             dw2 = None
             if wanted.w2:
                 h = ops.activation(product, key)
-                dw2 = self._weight_gradient(grad, h, self.on_output, operands.w2)
+                dw2 = self._weight_gradient(grad, h, on_output, operands.w2, mains.w2)
             return (None, None, dw2, None, None, db2, *[None] * 4)
         top_k = operands.topk_ids.shape[1] if self.settings.summed else 1
         adapter = (operands.lora2_a, operands.lora2_b)
         rows, low = self._through(grad, operands.w2, self.second, adapter, top_k)
         keeps = wanted.w2 or wanted.lora2_a or wanted.lora2_b
         dp, h, products = ops.moe_activation_backward(
-            rows, product, self.on_output, *self.slots, key, keeps
+            rows, product, on_output, *self.slots, key, keeps
         )
         del rows
-        dw2 = self._weight_gradient(grad, h, None, operands.w2) if wanted.w2 else None
+        dw2 = self._weight_gradient(grad, h, None, operands.w2, mains.w2) if wanted.w2 else None
         asked = (wanted.lora2_a, wanted.lora2_b)
         second = self._adapter_gradients(grad, h, low, adapter, asked, None, 1)
         del h, low
-        dw1 = (
-            self._weight_gradient(dp, operands.x, self.on_input, operands.w1) if wanted.w1 else None
-        )
-        db1 = self._bias_gradient(dp, None, operands.b1) if wanted.b1 else None
+        dw1 = None
+        if wanted.w1:
+            dw1 = self._weight_gradient(dp, operands.x, self.on_input, operands.w1, mains.w1)
+        db1 = self._bias_gradient(dp, None, operands.b1, mains.b1) if wanted.b1 else None
         if self.on_input is None and wanted.topk_weights and operands.b2 is not None:
             products = products + ops.slot_products(grad, operands.b2, *self.slots, True)
         dx, weighted, first = self._first_gradients(dp)
@@ -370,17 +383,31 @@ class _Backward(NamedTuple):
         add_product(through, low, a.transpose(1, 2), self.adapters)
         return through, low
 
-    def _weight_gradient(self, dy: Tensor, x: Tensor, weights: Tensor | None, w: Tensor) -> Tensor:
-        """``(weights * dy).T @ x`` over the slots of each expert, laid out as ``w`` is."""
+    def _weight_gradient(
+        self, dy: Tensor, x: Tensor, weights: Tensor | None, w: Tensor, main: Tensor | None
+    ) -> Tensor | None:
+        """``(weights * dy).T @ x`` over the slots of each expert, laid out as ``w`` is.
+
+        None: it was added to the main gradient.
+        """
         tiles, experts = [*self.space.tiles], self.space.num_local_experts
         scheme, invariant = self.settings.scheme.key, self.space.batch_invariant
+        if main is not None:
+            ops.expert_wgrad_out(dy, x, weights, tiles, experts, invariant, out=main)
+            return None
         if w.stride(-1) != 1 and weights is None:
             dw = ops.expert_wgrad(x, dy, None, tiles, experts, scheme, w.dtype, invariant)
             return dw.transpose(1, 2)
         return ops.expert_wgrad(dy, x, weights, tiles, experts, scheme, w.dtype, invariant)
 
-    def _bias_gradient(self, dy: Tensor, weights: Tensor | None, bias: Tensor) -> Tensor:
-        """The sum of ``weights * dy`` over the slots of each expert."""
+    def _bias_gradient(
+        self, dy: Tensor, weights: Tensor | None, bias: Tensor, main: Tensor | None
+    ) -> Tensor | None:
+        """The sum of ``weights * dy`` over the slots of each expert; None: it was added."""
         tiles, experts = [*self.space.tiles], self.space.num_local_experts
         scheme, invariant = self.settings.scheme.key, self.space.batch_invariant
-        return ops.expert_bias_grad(dy, weights, tiles, experts, scheme, invariant).to(bias.dtype)
+        sums = ops.expert_bias_grad(dy, weights, tiles, experts, scheme, invariant)
+        if main is not None:
+            main.add_(sums)
+            return None
+        return sums.to(bias.dtype)

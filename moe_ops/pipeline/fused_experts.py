@@ -22,6 +22,7 @@ from moe_ops.pipeline.layer_checks import (
     check_num_experts,
 )
 from moe_ops.pipeline.lora import ExpertLora, check_lora
+from moe_ops.pipeline.main_grads import cast
 from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.routing.backward import differentiable_topk
@@ -322,7 +323,7 @@ def _autocast(
         raise NotImplementedError(
             f"torch.autocast must have the dtype of experts in host memory, {w1.dtype}, got {dtype}"
         )
-    return w1.to(dtype), w2.to(dtype)
+    return cast(w1, dtype), cast(w2, dtype)
 
 
 def fused_moe(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.slots import local_experts, planned_rows
+from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles
 
 
@@ -67,6 +68,22 @@ def expert_wgrad(
     for expert, (d, r) in of_experts:
         out[expert] = (d.t() @ r).to(out_dtype)
     return out
+
+
+def expert_wgrad_out(
+    dy: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    num_experts: int,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    """``out[e] += (topk_weights * dy).T @ x`` over the slots of e; an expert without stays."""
+    settings = num_experts, UNQUANTIZED.key, batch_invariant
+    for expert, (d, r) in _rows_by_expert((dy, x), topk_weights, tiles, *settings):
+        out[expert] += d.t() @ r
 
 
 def expert_bias_grad(

@@ -61,11 +61,32 @@ def test_the_record(capsys, tmp_path):
     assert steps[0] == "moe-ops: moe_ops, all of tiny in bf16 with 3 tokens"
 
 
+def test_main_gradients(tmp_path):
+    """Both ways are timed, of all weights alone, and what one call adds is compared."""
+    what = ["--impls", "moe_ops", "--scheme", "bf16", "--main-grads", "--output", str(tmp_path)]
+    assert bench.main([*TINY, *what]) == 0
+    (path,) = tmp_path.glob("*/training.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [(r["trained"], r["impl"]) for r in rows] == [
+        ("adapters", "moe_ops"), ("all", "moe_ops"), ("frozen", "moe_ops"),
+        ("all", "moe_ops-added"), ("all", "moe_ops-main"),
+    ]  # fmt: skip
+    assert len({tuple(r["config"]["errors"]) for r in rows if r["trained"] == "all"}) == 1
+    case = case_of("cpu", tokens=40)
+    fused, added = (bench.IMPLS[impl](case) for impl in bench.MAIN_GRADS)
+    assert (*fused.leaves, *fused.mains) == tuple(added.leaves)
+    for layer in (fused, added):
+        first = {n: x.clone() for n, x in layer.step(case.grad).items()}
+        second = layer.step(case.grad)
+        for name in layer.mains:
+            assert torch.equal(second[name], 2 * first[name])
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "mxfp4_w4a16"])
 @pytest.mark.parametrize("wrong", bench.TRAINED["adapters"])
 def test_a_wrong_gradient_is_no_row(device, scheme, wrong):
     case = case_of(device, "adapters", scheme)
-    found = bench.step(bench.moe_ops_trained(case), case.grad)
+    found = bench.moe_ops_trained(case).step(case.grad)
     assert bench.errors_of(case, found).keys() == {"out", *bench.TRAINED["adapters"]}
     with pytest.raises(ArithmeticError, match=f"of {wrong} must be below"):
         bench.errors_of(case, {**found, wrong: found[wrong] * 1.05})
@@ -108,7 +129,7 @@ def test_the_peer(trained, device):
     pytest.importorskip("transformers")
     case = case_of(device, trained, tokens=40)
     layer = bench.grouped_mm_trained(case)
-    bench.errors_of(case, bench.step(layer, case.grad))
+    bench.errors_of(case, layer.step(case.grad))
     assert set(layer.leaves) == set(bench.TRAINED[trained])
     assert not any(t.requires_grad for t in (case.experts.w1, case.inputs.x))
     weights = case.experts.w1.nbytes + case.experts.w2.nbytes
@@ -174,7 +195,7 @@ def test_liger_and_sonicmoe(peers_of_training):
     case = case_of("cpu", tokens=40)
     for impl in trained.TRAINED_PEERS:
         layer = bench.IMPLS[impl](case)
-        bench.errors_of(case, bench.step(layer, case.grad))
+        bench.errors_of(case, layer.step(case.grad))
         assert set(layer.leaves) == set(bench.TRAINED["all"]), impl
         assert layer.leaves["w1"].data_ptr() == case.experts.w1.data_ptr(), impl
         assert not case.experts.w1.requires_grad

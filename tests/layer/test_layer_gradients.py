@@ -163,6 +163,24 @@ def check_checkpoints(rank, ranks):
             assert torch.equal(a, b), way
 
 
+def check_main_grads(rank, ranks):
+    """Weights and biases add to main gradients, whatever way tokens travel."""
+    for way, spread, tokens in ways(rank, ranks):
+        rows, options = [x[tokens] for x in batch()], {"has_bias": True}
+        expected = step(layer_of(options, **spread), rows)
+        layer = layer_of({**options, "fuse_wgrad_accumulation": True}, **spread)
+        for p in layer.parameters():
+            p.main_grad = torch.zeros_like(p)
+        x, logits = (x.clone().requires_grad_() for x in rows[:2])
+        layer(x, logits).backward(rows[2])
+        found = {"x": x.grad, "logits": logits.grad}
+        for name, p in layer.named_parameters():
+            assert p.grad is None, (way, name)
+            found[name] = p.main_grad
+        for name, actual in found.items():
+            assert torch.equal(actual, expected[name]), (way, name)
+
+
 def check_refused(rank, ranks):
     """A sum by the caller, and ranks that share a scale of all tokens."""
     x, logits, _ = batch()
@@ -194,6 +212,7 @@ def check_two(rank, ranks):
     check_second(rank, ranks)
     check_symmetric(rank, ranks)
     check_checkpoints(rank, ranks)
+    check_main_grads(rank, ranks)
     check_refused(rank, ranks)
     check_compiled(rank, ranks)  # last: the rank that compiled keeps its windows longer
 

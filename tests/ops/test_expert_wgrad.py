@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import ids_of, planned, row_tile
 from strategies import DTYPES, topk_ids
+from table_items import every_row
 
 from moe_ops import ops
 from moe_ops.dispatch.device import assumed, device_facts
@@ -68,6 +69,20 @@ def check_here(ids, num_experts, n, k, dtype, dy_by_token, x_by_token, weighted,
         rows = (num_experts, -1)
         assert actual.is_contiguous() and actual.shape == near.shape
         assert_matches_reference(actual.cpu().view(rows), exact.view(rows), near.view(rows))
+    check_added(on(dy), on(x), on(weights), moved, num_experts, empty.to(device))
+
+
+def check_added(dy, x, weights, tiles, num_experts, empty):
+    """Two calls add the float32 sums, each with one rounding; experts without slots keep bits."""
+    sums = ops.expert_wgrad(dy, x, weights, tiles, num_experts, "unquantized", torch.float32)
+    total, expected = torch.zeros_like(sums), torch.zeros_like(sums)
+    for start in (total, expected):
+        start[empty] = -0.0
+        start[empty, :, ::2] = torch.nan
+    for number in (1, 2):
+        ops.expert_wgrad_out(number * dy, x, weights, tiles, num_experts, out=total)
+        expected[~empty] += number * sums[~empty]  # twice the numbers: the same bits, doubled
+        assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
 
 
 @given(
@@ -166,3 +181,34 @@ def test_wrong_sizes(change, message, device):
     call = {k: v.to(device) if torch.is_tensor(v) else v for k, v in call.items()}
     with pytest.raises(ValueError, match=message):
         torch.ops.moe_ops.expert_wgrad(**call)
+
+
+@every_row(
+    ("out", "error", "message"),
+    [
+        (
+            torch.zeros(8, 4, 4, dtype=torch.bfloat16),
+            TypeError,
+            "out must have the dtype of sums, torch.f",
+        ),
+        (torch.zeros(8, 4, 5), ValueError, r"out.shape\[2\] must be 4, got 5"),
+        (torch.zeros(9, 4, 4), ValueError, r"out.shape\[0\] must be 8, got 9"),
+        (torch.zeros(8, 4, 4).mT, ValueError, "out must be contiguous, got strides"),
+    ],
+)
+def test_gradients_that_nothing_is_added_to(out, error, message, device):
+    refused(out.to(device), error, message)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="operators are their kernels")
+def test_gradients_that_are_trained(device):
+    out = torch.zeros(8, 4, 4, device=device, requires_grad=True)
+    refused(out, NotImplementedError, "gradients of expert_wgrad_out are not implemented")
+
+
+def refused(out, error, message):
+    ids = torch.zeros(3, 2, dtype=torch.int32, device=out.device)
+    rows = torch.ones(3, 4, device=out.device), torch.ones(6, 4, device=out.device)
+    with pytest.raises(error, match=message):
+        ops.expert_wgrad_out(*rows, None, [None, ids, None], 8, out=out)
+    assert not out.any()

@@ -40,10 +40,26 @@ def check(ids, experts, n, k, tile, dtype=BF16, out_dtype=BF16, by_token="x"):
     with row_tile(tile):
         plan = planned(ids, None, experts).plan
         with interpreted(3):
-            launch_on_hopper(out, *rows, plan, ids.numel(), tile)
+            launch_on_hopper(out, *rows, plan, ids.numel(), tile, adds=False)
         tiles = [plan, ids, None]
         expected = reference.expert_wgrad(*rows, None, tiles, experts, "unquantized", out_dtype)
-    assert torch.equal(out, expected)
+        assert torch.equal(out, expected)
+        if out_dtype == F32:
+            check_added(expected, rows, tiles, tile)
+
+
+def check_added(sums, rows, tiles, tile):
+    """Sums are added to what is there; experts without rows keep their bits."""
+    plan, ids, _ = tiles
+    counts = torch.bincount(local_experts(ids, None, len(sums)) + 1, minlength=len(sums) + 1)
+    total, empty = whole(*sums.shape, seed=3), counts[1:] == 0
+    expected = total + sums
+    for start in (total, expected):
+        start[empty] = -0.0
+        start[empty, :, ::2] = torch.nan
+    with interpreted(3):
+        launch_on_hopper(total, *rows, plan, ids.numel(), tile, adds=True)
+    assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("tile", [64, 128, 192])
@@ -84,7 +100,7 @@ def test_any_plan():
         if header:
             hostile[:4] = plan[:4]
         with interpreted(3):
-            launch_on_hopper(torch.empty(4, 128, 256), *rows, hostile, ids.numel(), 64)
+            launch_on_hopper(torch.empty(4, 128, 256), *rows, hostile, ids.numel(), 64, adds=header)
 
 
 @every_row(

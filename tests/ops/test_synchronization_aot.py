@@ -122,7 +122,7 @@ PINNED = {
         {"turn": 1, "let in": 1},
         {"fence": 3, "products left": {0: 4, 1: 2}, "wait": 3, "arrive": 4, "copies arrive": 1,
          "turn": 1},
-    ] * 2,
+    ] * 3,
 }  # fmt: skip
 """What the kernels of each launch have, in their order."""
 BESIDE = ("_count_blocks_kernel", "_align_blocks_kernel", "_align_kernel", "_pack_kernel")

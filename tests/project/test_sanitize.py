@@ -89,6 +89,7 @@ def test_hopper_runs_every_kernel():
         ("layer/blocks-of-slots", "_align_blocks_kernel"),
         ("op/expert_product_sum/larger0", "hopper_token_sum_kernel"),
         ("op/expert_wgrad/larger0", "hopper_wgrad_kernel"),
+        ("op/expert_wgrad.out/larger0", "hopper_wgrad_kernel"),
         *(
             (f"layer/direct/token/{end}", kernel)
             for end in (

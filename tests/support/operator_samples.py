@@ -159,6 +159,10 @@ def gradient_samples(x, h, b2, weights, ids, plan):
             (x, h, weights, [*direct], *layer, torch.float32),
             (turned, x.repeat_interleave(K, 0), None, [*plan], *layer, torch.bfloat16),
         ],
+        "expert_wgrad.out": [
+            (x, h, weights, [*direct], E),
+            (turned, x.repeat_interleave(K, 0), None, [*plan], E),
+        ],
         "expert_bias_grad": [(x, weights, [*direct], *layer), (h, None, [*plan], *layer)],
         "slot_products": [
             (x, b2, ids, None, E, True),
@@ -323,6 +327,9 @@ def keywords(qualified, arguments):
         a, (w, *_), _, _, top_k, *place = arguments
         first, step = place[1:] or (0, 1)
         return {"out": a.new_ones(len(a) * top_k, first + step * w.shape[1])}
+    if qualified == "expert_wgrad.out":
+        dy, x, _, _, experts, *_ = arguments
+        return {"out": dy.new_ones(experts, dy.shape[1], x.shape[1], dtype=torch.float32)}
     if not qualified.endswith(".out"):
         return {}
     inputs = arguments[0]

@@ -153,6 +153,10 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
             (some(400, 136, dtype=BF16), some(400, 264, dtype=BF16), None, [of_slots, None, None],
              3, "unquantized", F32),
         ],
+        "expert_wgrad.out": [
+            (some(400, 136, dtype=BF16), some(400, 264, dtype=BF16), None, [of_slots, None, None],
+             3),
+        ],
         "moe_fused_mul_sum": [(some(33, 4, 1100, dtype=BF16), weights, ids, None, None, 8)],
     }  # fmt: skip
 

@@ -187,6 +187,8 @@ def launch_weight_gradients(tile, dtype, n, k, experts=4, top_k=2):
             weights = empty(slots // top_k, top_k, dtype=torch.float32)
             expert_wgrad.expert_wgrad(dy, x, None, *how, dtype)
             expert_wgrad.expert_wgrad(x, dy, weights, *how, dtype)
+            total = empty(experts, n, k, dtype=torch.float32)
+            expert_wgrad.expert_wgrad_out(dy, x, weights, *how[:2], out=total)
             expert_wgrad.expert_bias_grad(x, weights, *how)
             bias = empty(experts, k, dtype=dtype)
             expert_wgrad.slot_products(x, bias, ids, None, experts, True)
@@ -204,6 +206,8 @@ def launch_wgrad(tile, dtype, n, k, out_dtype):
             dy, x = empty(128 * tile, n, dtype=dtype), empty(64 * tile, k, dtype=dtype)
             expert_wgrad.expert_wgrad(dy, x, None, *how)
             expert_wgrad.expert_wgrad(x, dy, None, *how)
+            total = empty(4, n, k, dtype=torch.float32)
+            expert_wgrad.expert_wgrad_out(dy, x, None, *how[:2], out=total)
 
     return launch
 

@@ -7,8 +7,9 @@ each 64 rows of a tile of the gradient. Both operands lie in shared memory as th
 the contraction: tensor cores take 16-bit operands transposed.
 
 Each tile has one owner, which adds its rows in the order of the plan, so results have equal bits
-in every run. An expert without rows gets zeros. Tiles of an expert follow one another, so that
-programs which run at the same time read the same rows from the L2 cache.
+in every run. An expert without rows gets zeros, or stays as it is where sums are added to what is
+there. Tiles of an expert follow one another, so that programs which run at the same time read the
+same rows from the L2 cache.
 
 Source: rows gathered along the contraction by cp.async as in quack's kernels for SonicMoE.
 """
@@ -58,6 +59,8 @@ class Constants:
     GROUP_N: int
     """Rows of tiles in a band: see `map_tile`."""
     STAGES: int
+    ADDS: bool
+    """Whether sums are added to the gradients."""
 
     @cached_property
     def launch(self) -> Launch:
@@ -157,6 +160,28 @@ def store_sums(out, acc, row, first, C: gl.constexpr):
 
 
 @gluon.jit
+def add_sums(out, acc, row, first, filled, C: gl.constexpr):
+    """Add sums to what is there, if the expert has rows: four lanes read 32 bytes side by side.
+
+    Halves of the columns follow one another down to 64 columns, which leaves registers for what is
+    there.
+    """
+    WIDTH: gl.constexpr = acc.shape[1]
+    if WIDTH > 64:
+        halves = acc.reshape((BOX_ROWS, 2, WIDTH // 2)).permute((0, 2, 1)).split()
+        for half in gl.static_range(2):
+            add_sums(out, halves[half], row, first + half * (WIDTH // 2), filled, C)
+    else:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+        n = row + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        k = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+        at = out + n[:, None] * C.K + k[None, :]
+        mask = (n < C.N)[:, None] & (k < C.K)[None, :] & filled
+        sums = gl.convert_layout(acc, LAYOUT, assert_trivial=True)
+        gl.store(at, sums + gl.load(at, mask=mask), mask=mask)
+
+
+@gluon.jit
 def multiply(out, box, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: compute and store 64 rows of every tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_K, 16])
@@ -179,7 +204,11 @@ def multiply(out, box, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
         acc = warpgroup_mma_wait(0, [acc])
         if steps > 0:
             mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
-        store_sums(out + expert.to(gl.int64) * (C.N * C.K), acc, n + GROUP * BOX_ROWS, k, C)
+        gradient, row = out + expert.to(gl.int64) * (C.N * C.K), n + GROUP * BOX_ROWS
+        if C.ADDS:
+            add_sums(gradient, acc, row, k, steps > 0, C)
+        else:
+            store_sums(gradient, acc, row, k, C)
         steps = soon + 0
 
 
