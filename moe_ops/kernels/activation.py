@@ -40,7 +40,7 @@ def tanh(x):
 
 
 @triton.jit
-def at_most(x, LIMIT: tl.constexpr):
+def bounded(x, LIMIT: tl.constexpr):
     """The smaller one; NaN stays NaN.
 
     An instruction for it, since LLVM moves what is added later into a comparison's branches. There
@@ -54,11 +54,11 @@ def gate(g, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BE
     """The activation function of the gate, in float32."""
     if FUNCTION == "swiglu":
         if LIMIT is not None:
-            g = at_most(g, LIMIT)
+            g = bounded(g, LIMIT)
         value = g * tl.sigmoid(ALPHA * g)
     elif FUNCTION == "swiglustep":
         value = g * tl.sigmoid(g)
-        value = at_most(value, LIMIT)
+        value = bounded(value, LIMIT)
     elif FUNCTION == "situ":
         value = BETA * tanh(g / BETA) * tl.sigmoid(g)
     elif FUNCTION == "relu2":
@@ -78,7 +78,7 @@ def up_factor(
 ):  # fmt: skip
     """The factor that up makes."""
     if LIMIT is not None:
-        u = at_most(tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT)
+        u = bounded(tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT)
     if FUNCTION == "swiglu":
         u = u + BETA
     if LINEAR_BETA is not None:
@@ -104,7 +104,7 @@ def gate_slope(
     if FUNCTION == "swiglu":
         x = g
         if LIMIT is not None:
-            x = at_most(g, LIMIT)
+            x = bounded(g, LIMIT)
         s = tl.sigmoid(ALPHA * x)
         slope = s + ALPHA * x * s * tl.sigmoid(-ALPHA * x)
         if LIMIT is not None:

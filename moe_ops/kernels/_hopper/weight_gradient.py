@@ -160,7 +160,7 @@ def store_sums(out, acc, row, first, C: gl.constexpr):
 
 
 @gluon.jit
-def add_sums(out, acc, row, first, filled, C: gl.constexpr):
+def add_to(out, acc, row, first, filled, C: gl.constexpr):
     """Add sums to what is there, if the expert has rows: four lanes read 32 bytes side by side.
 
     Halves of the columns follow one another down to 64 columns, which leaves registers for what is
@@ -170,7 +170,7 @@ def add_sums(out, acc, row, first, filled, C: gl.constexpr):
     if WIDTH > 64:
         halves = acc.reshape((BOX_ROWS, 2, WIDTH // 2)).permute((0, 2, 1)).split()
         for half in gl.static_range(2):
-            add_sums(out, halves[half], row, first + half * (WIDTH // 2), filled, C)
+            add_to(out, halves[half], row, first + half * (WIDTH // 2), filled, C)
     else:
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
         n = row + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -206,7 +206,7 @@ def multiply(out, box, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
             mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
         gradient, row = out + expert.to(gl.int64) * (C.N * C.K), n + GROUP * BOX_ROWS
         if C.ADDS:
-            add_sums(gradient, acc, row, k, steps > 0, C)
+            add_to(gradient, acc, row, k, steps > 0, C)
         else:
             store_sums(gradient, acc, row, k, C)
         steps = soon + 0
