@@ -1,4 +1,4 @@
-"""The record of `python benchmarks/bench_training.py` as a Markdown table."""
+"""The records of `bench_training.py` and `bench_training_ranks.py` as Markdown tables."""
 
 from __future__ import annotations
 
@@ -54,6 +54,38 @@ def _line(modes: dict[str, Record]) -> list[str]:
     case = [best["shape"], LABELS[best["trained"]], f"`{best['scheme']}`", str(best["M"])]
     speed, peak = f"{best['tflop_per_s']:.0f}", f"{best['peak_bytes'] / 1e6:.0f}"
     return [*case, best["impl"], time, speed, peak, kept]
+
+
+RANKS_LEGEND = """\
+Each GPU has as many tokens as the column says, and as many experts as the others. Milliseconds of
+an eager step, and TFLOP/s of one GPU; the router is included. One GPU: with all experts."""
+RANKS_HEAD = [
+    "layer",
+    "experts over",
+    "tokens",
+    "forward",
+    "backward",
+    "TFLOP/s",
+    "forward",
+    "backward",
+]
+
+
+def over_ranks(records: list[Record]) -> str:
+    """The Markdown of all ``records`` of `bench_training_ranks.py`: a table per GPU."""
+    parts = [RANKS_LEGEND]
+    for record in records:
+        rows = sorted(record["rows"], key=lambda r: (r["shape"], r["M"], r["ranks"], r["impl"]))
+        parts += [source(record), markdown(RANKS_HEAD, [_over(row) for row in rows], labels=2)]
+    return "\n\n".join(parts)
+
+
+def _over(row: Record) -> list[str]:
+    """The cells of a layer on one GPU, or over some by an exchange."""
+    where = row["impl"] if row["ranks"] == 1 else f"{row['ranks']} GPUs, `{row['impl']}`"
+    times = [f"{row[f'{part}_us'] / 1e3:.2f}" for part in ("forward", "backward")]
+    speeds = [f"{row[f'{part}tflop_per_s']:.0f}" for part in ("", "forward_", "backward_")]
+    return [row["shape"], where, str(row["M"]), *times, *speeds]
 
 
 def _ms(row: Record | None) -> str:

@@ -424,6 +424,9 @@ PAGES = {
     "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks.json")),
     "tuning": lambda: tuning_report.report(report.read_records(RESULTS, "tuning.json")),
     "training": lambda: training_report.report(report.read_records(RESULTS, "training.json")),
+    "training_ranks": lambda: training_report.over_ranks(
+        report.read_records(RESULTS, "training_ranks.json")
+    ),
     "quality": lambda: quality_report.table(quality_report.read()),
 }
 """Name of a file in `docs/generated/` -> the function that makes its text."""

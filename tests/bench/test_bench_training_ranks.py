@@ -49,3 +49,18 @@ def check_refusal(rank, ranks):
 def test_two_ranks(check):
     """Each exchange has a row; results that differ from one rank's have none."""
     spawn(check, 2)
+
+
+def test_report():
+    """One GPU first; TFLOP/s are those of one GPU."""
+    fixed = {"shape": "tiny", "M": 5, "forward_us": 2000.0, "backward_us": 4004.0, "rel_err": 0.0}
+    speeds = {"tflop_per_s": 31.6, "forward_tflop_per_s": 20.2, "backward_tflop_per_s": 40.4}
+    rows = [
+        {**fixed, **speeds, "impl": impl, "ranks": ranks}
+        for impl, ranks in (("symmetric", 2), (bench.ONE_GPU, 1))
+    ]
+    header = dict.fromkeys(("gpu", "driver", "torch", "triton", "date"), "-")
+    text = import_module("training_report").over_ranks([{**header, "commit": "0", "rows": rows}])
+    first, second = text.splitlines()[-2:]
+    assert first == "| tiny | one GPU | 5 | 2.00 | 4.00 | 32 | 20 | 40 |"
+    assert second == "| tiny | 2 GPUs, `symmetric` | 5 | 2.00 | 4.00 | 32 | 20 | 40 |"
