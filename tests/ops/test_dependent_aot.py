@@ -15,6 +15,7 @@ import aot  # noqa: E402
 import aot_launches  # noqa: E402
 import stage_launches  # noqa: E402
 import torch  # noqa: E402
+from table_items import every_row  # noqa: E402
 from token_layers import Layer  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
@@ -221,7 +222,7 @@ def on_hopper(request):
     return found
 
 
-@pytest.mark.parametrize("name", kernels())
+@every_row("name", kernels())
 def test_nothing_comes_before_the_turn(name, on_hopper):
     """In PTX, where loads of a loop's first steps have been moved to its front."""
     if name == "block_scaled_gemm_kernel":
