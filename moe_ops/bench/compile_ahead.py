@@ -119,14 +119,13 @@ def _launch(activation: str, subject: Subject, trial: Trial) -> None:
 
 
 def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, *, fragments: bool) -> ExpertWeight:
-    """A weight without memory, in the form in which a layer keeps it: that of each expert's."""
-    experts, *sizes = shape
-    q = quantize_weight(torch.empty(1, *sizes, dtype=torch.bfloat16, device="meta"), scheme)
+    """A weight without memory, in the form in which a layer keeps it."""
+    q = quantize_weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"), scheme)
     if fragments:
         q = pack_weight(q, scheme)
+    scale, zero, factor = (None if t is None else _empty(t) for t in q[1:])
+    return ExpertWeight(_empty(q.data), None, scale, zero, factor)
 
-    def of_all(one: Tensor) -> Tensor:
-        return torch.empty(experts, *one.shape[1:], dtype=one.dtype, device="cuda")
 
-    scale, zero, factor = (None if t is None else of_all(t) for t in q[1:])
-    return ExpertWeight(of_all(q.data), None, scale, zero, factor)
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cuda")
