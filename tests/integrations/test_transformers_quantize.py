@@ -79,8 +79,7 @@ def layer_of(model, index=0):
 def test_every_scheme_of_the_demo_model(scheme, tmp_path):
     """Near the plain model; weights as `load_checkpoint` quantizes and reads them; saved and read.
 
-    transformers reads the saved folder into the same bits, and so does `load_checkpoint`. The
-    model has one of its four layers.
+    transformers reads the saved folder into the same bits, and so does `load_checkpoint`.
     """
     ids, model = tokens(24, 2048), demo(num_hidden_layers=1)
     expected = logits(model, ids).double().log_softmax(-1)
