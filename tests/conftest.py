@@ -19,6 +19,7 @@ from zlib import crc32
 import pytest
 import torch
 import torch._dynamo
+import torch._dynamo.guards
 from hypothesis import HealthCheck, Phase, settings
 
 # Tests see the package's tuned files alone, and not those that a user has tuned.
@@ -36,6 +37,8 @@ room for the other tests in the 12 minutes of `.ci/run`."""
 # which graphs that are compiled once find little, and without collecting garbage each time.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 torch._dynamo.config.run_gc_after_compile = False
+# It also measures the guards of each graph, and empties the processor's caches before.
+torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 # pytest adds its handlers to loggers that do not propagate, and a trace of each compilation is made
 # for whoever handles it: a tenth of the time.
 logging.getLogger("torch.__trace").propagate = True
@@ -76,6 +79,16 @@ pytest_plugins = ["record"]
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if HAS_CUDA else "cpu"
+
+
+@pytest.fixture(scope="session")
+def one_of_two(request):
+    """``one_of_two(n)``: which of two similar kernels case n of a test compiles, 0 or 1.
+
+    Both GEMMs of a layer share their loop over K, so a test of many schemes or tiles compiles one
+    of them for each. If everything is compiled it is None, as `aot.compile_launch` takes it.
+    """
+    return lambda n: None if request.config.getoption("exhaustive") else n % 2
 
 
 def pytest_addoption(parser):

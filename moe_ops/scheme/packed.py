@@ -123,6 +123,8 @@ def pack_weight_(q: QTensor, scheme: str | Scheme) -> QTensor:
 
 def _packed_into(words: Tensor, data: Tensor, quant: Quant) -> Tensor:
     """Pack expert after expert into ``words``, which may be the memory of ``data``."""
+    if data.is_meta:  # there is nothing to pack
+        return words
     for source, target in zip(data, words, strict=True):
         target.copy_(_packed(source, quant))
     return words

@@ -100,14 +100,13 @@ def test_errors_are_told():
     ],
 )
 def test_a_trial_is_compiled_without_memory(scheme, tokens, which, changes, name):
-    """With its tiles, without spills; nothing is launched."""
+    """With its tiles, up to the code that they decide; nothing is launched."""
     layer = subject(scheme, sizes=(128, 768, 2048))
     tiles = replace(layer.beginnings(tokens, which)[0].tiles, **changes)
     trial = Trial(tokens, which, tiles)
     assert layer.allows(trial)
-    with aot.compiling(H200) as compiled, mock.patch.object(launch, "COMPILED", {}):
+    with aot.compiling(H200, until="ttgir") as compiled, mock.patch.object(launch, "COMPILED", {}):
         assert compile_trial("silu", layer, trial) == ""
         assert launch.COMPILED == {}
     kernel = compiled[-1]
-    used = aot.resources(kernel, 90)
-    assert kernel.metadata.name == name and used["spilled"] == 0 and used["serialized"] == 0
+    assert kernel.metadata.name == name and kernel.asm["ttgir"]

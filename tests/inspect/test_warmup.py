@@ -111,7 +111,9 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
     with assumed(facts):
         ran = warmup.run_variants(lambda tokens: None, 3000, variants)
         warm = {kernel for tokens in ran for kernel in kernels(tokens)}
-        all_of_them = {kernel for tokens in range(1, 3001) for kernel in kernels(tokens)}
+        # Eight tokens are a row more for each expert, by which kernels are chosen.
+        counts = (*range(1, 500), *range(500, 3001, 4))
+        all_of_them = {kernel for tokens in counts for kernel in kernels(tokens)}
     assert all_of_them <= warm
     assert len({kernel for kernel, *_ in warm}) >= 3
 

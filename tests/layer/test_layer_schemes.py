@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from checkpoints import Experts, numbers, per_expert
+from pairwise import half_exhaustive
 
 import moe_ops
 from moe_ops.scheme import SCHEMES
@@ -70,8 +71,7 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "ranks"), half_exhaustive(SCHEMES, RANKS))
 def test_ranks_sum_to_the_whole(scheme, ranks):
     """Quantized tokens: finer blocks or scales of fewer rows make other roundings, not more."""
     whole, (x, logits) = make(scheme), batch()

@@ -1,15 +1,13 @@
 """Where replicas go, moving experts there in place, and what that is worth."""
 
 import re
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import python
 
 import moe_ops
 from moe_ops import EplbState
@@ -35,10 +33,7 @@ def test_known_placement(device):
 
 
 def test_the_example_balances_and_keeps_the_result():
-    script = Path(__file__).parents[2] / "examples" / "load_balancing.py"
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=script.parent.parent
-    )
+    run = python("import runpy; runpy.run_path('examples/load_balancing.py', run_name='__main__')")
     assert run.returncode == 0, run.stderr
     first, balanced, change = map(float, re.findall(r"\d+\.\d\d", run.stdout))
     assert balanced < 1.1 < first and change < 0.1

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from small_layers import KINDS, E, H, K, T, arguments, batch, filled, make
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -46,7 +47,8 @@ def test_a_recorded_routing_can_be_given_back(kind, device):
         layer.eplb_step.zero_()
     out = layer(x, logits, topk_ids=ids)
     assert torch.equal(out, expected) and torch.equal(seen[1], ids)
-    if layer.eplb_state is None:
+    few = INTERPRETED and [*KINDS].index(kind) % 4  # there kinds share the kernels of these
+    if layer.eplb_state is None and not few:
         assert torch.equal(layer(x, logits, topk_ids=ids.long()), expected)
         folded = layer(x.view(3, 3, H), logits.view(3, 3, -1), topk_ids=ids.view(3, 3, K))
         assert torch.equal(folded.view_as(out), expected)

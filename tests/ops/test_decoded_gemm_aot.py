@@ -82,10 +82,10 @@ def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu", portab
     return launch
 
 
-def compiled(arch, scheme, tile, **more):
-    """The two GEMMs of a layer, whose rows are quantized already. Neither sets registers aside."""
-    gemms = aot.compile_launch(arch, launch_layer(scheme, tile, **more))
-    assert len(gemms) == 2
+def compiled(arch, scheme, tile, nth=None, **more):
+    """Both GEMMs of a layer or one, whose rows are quantized already. None sets registers aside."""
+    gemms = aot.compile_launch(arch, launch_layer(scheme, tile, **more), nth=nth)
+    assert len(gemms) == (2 if nth is None else 1)
     for kernel in gemms:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch], used
@@ -105,8 +105,9 @@ def check(arch, scheme, tile, **more):
 
 
 @pytest.mark.parametrize(("scheme", "tile"), half_exhaustive(NAMED, [16, 128]))
-def test_every_scheme(scheme, tile):
-    for kernel in check(90, scheme, tile):
+def test_every_scheme(scheme, tile, one_of_two):
+    """In turns of two schemes, which have both tiles, the first GEMM or the second."""
+    for kernel in check(90, scheme, tile, nth=one_of_two(NAMED.index(scheme) // 2)):
         assert ("wgmma.mma_async" if tile == 128 else "mma.sync") in kernel.asm["ptx"]
 
 
@@ -131,11 +132,12 @@ def test_tails(scheme):
 
 
 @pytest.mark.parametrize(("arch", "scheme"), half_exhaustive([90, 100, 103, 120], NAMED))
-def test_the_choice_of_the_kernel(arch, scheme):
+def test_the_choice_of_the_kernel(arch, scheme, one_of_two):
     """By architecture and scheme, as `BLOCK_SCALED` says."""
     special = is_block_scaled(scheme, arch)
     name = "block_scaled_gemm_kernel" if special else "weight_only_gemm_kernel"
-    assert [k.metadata.name for k in compiled(arch, scheme, 64)] == [name] * 2
+    kernels = compiled(arch, scheme, 64, one_of_two(NAMED.index(scheme)))
+    assert kernels and all(k.metadata.name == name for k in kernels)
 
 
 INSTRUCTIONS = {

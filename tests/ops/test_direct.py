@@ -1,5 +1,7 @@
 """Expert GEMMs of few slots read no plan: bit by bit what they compute with one."""
 
+from functools import cache
+
 import launches
 import pytest
 import torch
@@ -48,6 +50,7 @@ def spaces(routing, scheme, batch_invariant, device):
     return direct, plain, ids, mine
 
 
+@cache
 def weight_of(scheme, rows, k, device):
     g = torch.Generator().manual_seed(0)
     w = torch.randn(E, rows, k, generator=g).bfloat16().to(device)

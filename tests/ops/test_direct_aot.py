@@ -54,8 +54,11 @@ def launch_gemm(empty, scheme, rows, top_k, n, k, tiles, *activation):
 @pytest.mark.parametrize("arch", sorted(aot.SHARED_MEMORY))
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_layer_of_one_token(name, ids, arch):
-    """Nothing is launched to align, and both GEMMs keep to their memory and registers."""
+def test_a_layer_of_one_token(name, ids, arch, one_of_two):
+    """Nothing is launched to align, and both GEMMs keep to their memory and registers.
+
+    In turns of schemes one of them is compiled, unless everything is.
+    """
     scheme = get_scheme(name)
     if arch < min_capability(scheme.activation):
         pytest.skip("no kernels of this scheme")
@@ -66,12 +69,15 @@ def test_a_layer_of_one_token(name, ids, arch):
         launch_gemm(empty, scheme, 1, TOP_K, 2 * N, K, tiles, "silu")
         launch_gemm(empty, scheme, TOP_K, 1, K, N, tiles)
 
-    kernels = aot.compile_launch(arch, launch)
-    assert len(kernels) == 2
-    for kernel, expected in zip(kernels, SCHEMES[name], strict=True):
-        hoppers = ("hopper_stream_kernel", "hopper_token_kernel")
-        own = hoppers if arch == 90 else ("block_scaled_gemm_kernel",)
-        assert kernel.metadata.name in (expected, *own)
+    hoppers = ("hopper_stream_kernel", "hopper_token_kernel")
+    own = hoppers if arch == 90 else ("block_scaled_gemm_kernel",)
+    launched = aot.launched_names(arch, launch)
+    for found, expected in zip(launched, SCHEMES[name], strict=True):
+        assert found in (expected, *own)
+    turn = one_of_two([*SCHEMES].index(name) * (len({*launched}) == 1))
+    kernels = aot.compile_launch(arch, launch, nth=turn)
+    assert kernels
+    for kernel in kernels:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch], used
         assert used["spilled"] == 0 and used["serialized"] == 0, used

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import INTERPRETED
+from pairwise import cover
 from products import weight_of
 from residencies import residency_of_weights, whole_weights
 from table_items import every_row
@@ -18,12 +19,12 @@ SCHEMES = (
     "unquantized", "fp8_channel", "int8_channel", "fp8_block32", "fp8_tensor", "int4_w4a16_g32_zp",
     "mxfp4_w4a16", "mxfp8", "int8_w8a16",
 )  # fmt: skip
+CALLS = {"scheme": SCHEMES, "tokens": (1, 40), "mapped": (False, True)}
+WAVES = cover(CALLS, [], 2 if INTERPRETED else len(CALLS))
 
 
 @pytest.mark.kernel
-@every_row("mapped", [False, True])
-@every_row("tokens", [1, 40])
-@every_row("scheme", SCHEMES)
+@every_row(tuple(CALLS), [[row[name] for name in CALLS] for row in WAVES])
 def test_waves_have_the_bits_of_the_whole(scheme, tokens, mapped, device):
     """Each wave writes the rows of its experts, and leaves the others as they are."""
     g, quants = torch.Generator().manual_seed(tokens), get_scheme(scheme)

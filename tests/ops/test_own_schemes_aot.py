@@ -59,12 +59,13 @@ def launch_layer(scheme, tile, hidden=2048, width=768):
 
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize(("scheme", "tile"), half_exhaustive(OWN, [16, 128]))
-def test_both_gemms(scheme, tile, arch):
-    scheme = OWN[scheme]
+def test_both_gemms(scheme, tile, arch, one_of_two):
+    """In turns of two schemes, which have both tiles, unless everything is compiled."""
+    nth, scheme = one_of_two([*OWN].index(scheme) // 2), OWN[scheme]
     assert arch >= min_capability(scheme.activation)
-    kernels = aot.compile_launch(arch, launch_layer(scheme, tile))
+    kernels = aot.compile_launch(arch, launch_layer(scheme, tile), nth=nth)
     gemms = [k for k in kernels if "gemm" in k.metadata.name]
-    assert len(gemms) == 2
+    assert len(gemms) == (2 if nth is None else 1)
     for kernel in gemms:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch] and used["serialized"] == 0, used

@@ -11,6 +11,7 @@ from graphs import capture
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import HALF, SERVED, random_weight
+from pairwise import half_exhaustive
 from planning import problem_of_call
 from products import stored_product, stored_sum, weight_of
 from sum_calls import one_token
@@ -97,8 +98,9 @@ def test_sum(scheme, k, n, kk, bias, scaled, holes, local):
     check(scheme, k, n, kk, bias=bias, scaled=scaled, holes=holes, local=local)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 8, 10])
-@pytest.mark.parametrize("scheme", SERVED)
+@pytest.mark.parametrize(
+    ("scheme", "k"), half_exhaustive(SERVED, [1, 2, 3, 8, 10], where=INTERPRETED)
+)
 def test_every_scheme(scheme, k):
     check(scheme, k, 64, 320)
 

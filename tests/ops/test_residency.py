@@ -27,7 +27,7 @@ from moe_ops.residency.amount import Amount
 from moe_ops.residency.state import ARRIVED
 from moe_ops.tensors import ExpertWeight
 
-STEPS = 80 if INTERPRETED else 10_000 if HAS_CUDA else 2000
+STEPS = 50 if INTERPRETED else 10_000 if HAS_CUDA else 2000
 HOSTILE = (-1, -(2**40), 2**31 + 1, 2**32)
 
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import HAS_CUDA
+from conftest import HAS_CUDA, INTERPRETED
 from hypothesis import given
+from pairwise import half_exhaustive
 from routing_oracle import (
     KINDS,
     SCORING,
@@ -51,11 +52,14 @@ def test_any_groups(sample, device):
     assert_routed(logits, call, *result)
 
 
-@pytest.mark.parametrize("scoring", SCORING)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("experts", "k"), [(256, 8), (257, 10)])
-def test_kernels_choose_as_references(scoring, kind, experts, k, device):
+@pytest.mark.parametrize(
+    ("scoring", "kind", "sizes"),
+    half_exhaustive(SCORING, KINDS, [(256, 8), (257, 10)], where=INTERPRETED),
+    ids=str,
+)
+def test_kernels_choose_as_references(scoring, kind, sizes, device):
     """Also where scores plus bias nearly tie: thousands of tokens on a GPU."""
+    experts, k = sizes
     logits = make_logits(kind, 4096 if HAS_CUDA else 4, experts, 1)
     bias = torch.linspace(-0.1, 0.1, experts)
     for call in (Call(k, True, scoring, bias, 2.5), Call(k, False, scoring, None, 1.0)):

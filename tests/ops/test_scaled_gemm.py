@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from gemm_rows import activated, exact_scaled_rows, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_samples import symbolic_tokens
+from pairwise import half_exhaustive
 from plans import bias_of, on, planned, row_tile, whole_numbers
 from products import scaled_product
 from strategies import ACTIVATIONS
@@ -172,8 +174,14 @@ def test_long_sums_of_integers_are_exact(device):
     assert torch.equal(actual[case.mine], case.exact().value[case.mine].float())
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_channel", "fp8_block32", "fp8_block128"])
+@pytest.mark.parametrize(
+    ("activation", "scheme"),
+    half_exhaustive(
+        ACTIVATIONS,
+        ["fp8_tensor", "int8_channel", "fp8_block32", "fp8_block128"],
+        where=INTERPRETED,
+    ),
+)
 def test_fused_activation(activation, scheme, device):
     """Rows of w1 whose halves share blocks, or none; 70 columns a half."""
     sizes = {"num_experts": 4, "hidden_size": 72, "intermediate_size": 70, "has_bias": True}

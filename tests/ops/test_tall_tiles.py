@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from expert_order import check_both_orders, places
 from gemm_rows import compare, exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import half_exhaustive
 from planning import problem_of_call
 from plans import ids_of, planned, row_tile
 from products import plain_product
@@ -134,10 +136,17 @@ def inputs_of(counts, k, n, device, top_k=2, halves=1):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("portable_only", [False, True])
-@pytest.mark.parametrize("counts", [COUNTS, (3, 400, 0), (1,), (2, 0, 5)])
-@pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", [None, "silu", "swigluoai", "relu2_no_mul"])
+@pytest.mark.parametrize(
+    ("portable_only", "counts", "weight_dtype", "activation"),
+    half_exhaustive(
+        [False, True],
+        [COUNTS, (3, 400, 0), (1,), (2, 0, 5)],
+        [None, torch.float32, torch.bfloat16],
+        [None, "silu", "swigluoai", "relu2_no_mul"],
+        where=INTERPRETED,
+    ),
+    ids=str,
+)
 def test_products(counts, portable_only, weight_dtype, activation, device):
     """Of Hopper's own kernel, where it runs, and of the one for all GPUs."""
     rule = None if activation is None else formula(activation)

@@ -7,6 +7,7 @@ from conftest import INTERPRETED
 from gemm_rows import exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import half_exhaustive
 from plans import bias_of, planned, row_tile, whole_numbers
 from products import stored_product, stored_sum
 from strategies import ACTIVATIONS, DTYPES
@@ -73,16 +74,19 @@ def test_gemm(scheme, tokens, k, n, kk, dtype, tile, has_bias, scaled, local, ro
     assert actual.shape == (tokens * k, n) and actual.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", [*NAMED, *MORE])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), half_exhaustive([*NAMED, *MORE], DTYPES, where=INTERPRETED)
+)
 def test_every_scheme_with_a_gate(scheme, dtype, device):
     problem = Problem(9, 4, 2, 144, 34, dtype, "silu", has_bias=True)
     q = quantize_weight(make_inputs(problem).w1, scheme)
     check(problem, q, scheme, device, "silu", scaled=True)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "mxfp4_w4a16"])
+@pytest.mark.parametrize(
+    ("activation", "scheme"),
+    half_exhaustive(ACTIVATIONS, ["int4_w4a16_g32_zp", "mxfp4_w4a16"], where=INTERPRETED),
+)
 def test_fused_activation(activation, scheme, device):
     problem = Problem(20, 4, 2, 72, 70, torch.bfloat16, activation, has_bias=True)
     q = quantize_weight(make_inputs(problem).w1, scheme)

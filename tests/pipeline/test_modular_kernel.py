@@ -16,6 +16,7 @@ from modular import (
     setup,
     twice,
 )
+from pairwise import half_exhaustive
 
 import moe_ops
 from moe_ops import FusedMoEKernel
@@ -106,8 +107,10 @@ def test_standard_is_batched(standard, batched, scheme, device):
 
 
 @kernel
-@pytest.mark.parametrize("experts", [e for e in MODULAR if e.activation_format() is not BATCHED])
-@pytest.mark.parametrize("scheme", LOCAL)
+@pytest.mark.parametrize(
+    ("experts", "scheme"),
+    half_exhaustive([e for e in MODULAR if e.activation_format() is not BATCHED], LOCAL),
+)
 def test_chunked_is_whole(experts, scheme, device):
     """Chunks of other sizes are other products on the CPU, so within the budget of the whole."""
     p = problem(scheme)
@@ -202,8 +205,7 @@ def test_experts_that_route_themselves_are_told_how(device):
 
 
 @kernel
-@pytest.mark.parametrize("experts", MODULAR)
-@pytest.mark.parametrize("scheme", SOME)
+@pytest.mark.parametrize(("experts", "scheme"), half_exhaustive(MODULAR, SOME, where=INTERPRETED))
 def test_inplace_and_async_are_plain(experts, scheme, device):
     p = problem(scheme)
     expected = setup(p, experts, device).apply()
@@ -252,9 +254,15 @@ def test_no_tokens(experts, scheme, device):
 
 
 @kernel
-@pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize("experts", MODULAR)
-@pytest.mark.parametrize("scheme", ("unquantized", "fp8_tensor", "int8_block128", "mxfp4_w4a16"))
+@pytest.mark.parametrize(
+    ("experts", "scheme", "on_input"),
+    half_exhaustive(
+        MODULAR,
+        ("unquantized", "fp8_tensor", "int8_block128", "mxfp4_w4a16"),
+        [False, True],
+        where=INTERPRETED,
+    ),
+)
 def test_what_is_skipped_is_not_read(experts, scheme, on_input, device):
     """Tokens and router weights without an expert may be NaN; scales do not see them."""
     p = problem(scheme, routing="holes", num_experts=6, num_local_experts=3, on_input=on_input)

@@ -1,30 +1,29 @@
 """What Triton has compiled is found on disk again, whichever kernel a process uses first."""
 
 import json
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from conftest import INTERPRETED
+from processes import python
 
 pytest.importorskip("triton")
-SCRIPT = Path(__file__).parents[1] / "support/cache_keys.py"
-ORDERS = ("forward", "backward")
+SCRIPT = """
+import runpy, sys
+sys.argv = [sys.argv[0], {order!r}]
+sys.path.insert(0, "tests/support")
+runpy.run_path("tests/support/cache_keys.py", run_name="__main__")
+"""
 
 
 def keys_of(order):
-    command = [sys.executable, str(SCRIPT), order]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[2])
+    done = python(SCRIPT.format(order=order))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="keys are of compiled kernels")
 def test_cache_keys_do_not_depend_on_the_order_of_use():
-    with ThreadPoolExecutor() as pool:
-        first, second = pool.map(keys_of, ORDERS)
+    first, second = keys_of("forward"), keys_of("backward")
     assert len(first) > 200
     assert {name for name in first if first[name] != second[name]} == set()
 

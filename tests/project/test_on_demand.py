@@ -2,14 +2,12 @@
 
 import importlib
 import importlib.util
-import subprocess
 import sys
-from pathlib import Path
+
+from processes import python
 
 import moe_ops
 from moe_ops.on_demand import import_after
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_module_is_imported_after_another_packages(tmp_path, monkeypatch, caplog):
@@ -39,6 +37,7 @@ def test_names_that_are_elsewhere_too():
     """Programs find them here without a warning; neither ``dir`` nor ``*`` lists them."""
     assert len(moe_ops.__all__) <= 43
     code = (
+        "import warnings; warnings.simplefilter('error', DeprecationWarning)\n"
         "import moe_ops; from importlib import import_module as module\n"
         "for place, names in moe_ops._ALSO.items():\n"
         "    for name in names:\n"
@@ -46,8 +45,7 @@ def test_names_that_are_elsewhere_too():
         "        there = getattr(module(f'moe_ops.{place}'), name)\n"
         "        assert getattr(moe_ops, name) is there, name\n"
     )
-    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    run = python(code)
     assert run.returncode == 0, run.stderr
     gone = [name for name in ("Call", "TilePlan", "adjust_routing") if hasattr(moe_ops, name)]
     assert not gone

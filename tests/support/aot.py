@@ -11,6 +11,7 @@ import io
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import lru_cache
@@ -158,24 +159,24 @@ def stopping_after(stage: str) -> Iterator[None]:
 
 @contextmanager
 def compiling(
-    gpu: int | Device, name: str = "", *, once: bool = False, until: str = ""
+    gpu: int | Device, name: str = "", *, nth: int | None = None, until: str = ""
 ) -> Iterator[list[Any]]:
     """Every launch inside compiles for a GPU, or an architecture, and lands in the list.
 
     ``name``: by which tuned tiles are found for an architecture; without one there are none.
-    ``once``: only the first launch of each kernel does.
+    ``nth``: only that launch of each kernel does, counted from 0.
     ``until``: the last stage that is compiled, if it is not the last one.
     """
     facts = gpu if isinstance(gpu, Device) else Device(gpu, SHARED_MEMORY[gpu], 132, name)
     compiled: list[Any] = []
     run = JITFunction.run
 
-    names: set[str] = set()
+    launches: Counter[str] = Counter()
 
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
-        if once and self.__name__ in names:
+        launches[self.__name__] += 1
+        if nth is not None and launches[self.__name__] != nth + 1:
             return None
-        names.add(self.__name__)
         kwargs |= {"warmup": True, "sanitize_overflow": False}  # its checks are dropped anyway
         with redirect_stdout(io.StringIO()) as said:
             kernel = run(self, *args, **kwargs)
@@ -225,11 +226,12 @@ def compile_launch(
     launch: Callable[[Callable[..., torch.Tensor]], Any],
     gpu: str = "",
     *,
-    once: bool = False,
+    nth: int | None = None,
     until: str = "",
 ) -> list[Any]:
     """The kernels of ``launch(empty)``; ``empty(*shape, dtype=..)`` makes a fake CUDA tensor.
 
+    ``nth``: only that launch of each kernel.
     ``until``: the last stage whose result is read, such as ``ttgir``; machine code unless given.
     """
 
@@ -237,7 +239,7 @@ def compile_launch(
         return torch.empty(shape, dtype=dtype, device="cuda")
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with compiling(arch, gpu, once=once, until=until) as compiled, fake:
+    with compiling(arch, gpu, nth=nth, until=until) as compiled, fake:
         launch(empty)
     return compiled
 

@@ -146,17 +146,19 @@ def ways_of(quant):
     return [row["way"] for row in PAIRS if {**row, **parts(quant)} == row]
 
 
-def launch_topk(experts, k, groups, scoring):
-    """Every choice of experts."""
+def launch_topk(experts, k, groups, scoring, turn=None):
+    """Every choice of experts; in turns one of both kinds has a bias, or each without and with."""
 
     def launch(empty):
         logits, bias = empty(3, experts), empty(experts, dtype=torch.float32)
         words, table = empty(3, dtype=torch.int64), empty(9, k, dtype=torch.int64)
         routing.hash_topk(logits, words, table, True, scoring, 1.0)
-        for b in (bias, None):
+        for first, b in enumerate((bias, None)):
             how = (b, k, True, scoring, 2.5)
-            routing.fused_topk(logits, *how)
-            routing.grouped_topk(logits, *how, groups, groups // 2)
+            if turn != first:
+                routing.fused_topk(logits, *how)
+            if turn in (None, first):
+                routing.grouped_topk(logits, *how, groups, groups // 2)
 
     return launch
 

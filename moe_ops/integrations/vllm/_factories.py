@@ -73,8 +73,7 @@ def everywhere(function: Callable, wrapper: Wrapper) -> Iterator[Change]:
         return
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        package = str(names.get("__name__")).split(".")[0]
-        if package == "vllm" and names.get(name) is function:
+        if names.get(name) is function and str(names.get("__name__")).split(".")[0] == "vllm":
             yield module, name, value
 
 
