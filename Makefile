@@ -180,7 +180,7 @@ endif
 # The single stages alone: STAGES="align quantize" times two of them, STAGE_ARGS="--tokens 1" some of
 # their cases.
 STAGE_ARGS ?=
-STAGES ?= $(filter-out layer models host_models overheads training cpu,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
+STAGES ?= $(filter-out layer models host_models overheads training training_ranks cpu,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
 bench-stages: $(READY)  ## Time single stages; STAGES="align quantize" times two
 	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS) $(STAGE_ARGS); done
 

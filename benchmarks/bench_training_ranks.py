@@ -94,16 +94,20 @@ class Step(NamedTuple):
 
 def layer_of(experts: Experts, problem: Problem, rank: int, ranks: int, backend: str, most: int):
     """The layer that holds a rank's part of the experts."""
-    parallel = moe_ops.FusedMoEParallelConfig(
-        dp_size=ranks, dp_rank=rank, ep_size=ranks, ep_rank=rank, use_ep=ranks > 1,
-        all2all_backend=backend,
-    )  # fmt: skip
+    where = {"dp_size": ranks, "dp_rank": rank, "ep_size": ranks, "ep_rank": rank}
+    parallel = moe_ops.FusedMoEParallelConfig(**where, use_ep=ranks > 1, all2all_backend=backend)
     layer = moe_ops.FusedMoE(
-        problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size,
-        renormalize=True, activation=problem.activation, params_dtype=experts.w1.dtype,
-        device=experts.w1.device, moe_parallel_config=parallel,
+        problem.num_experts,
+        problem.top_k,
+        problem.hidden_size,
+        problem.intermediate_size,
+        renormalize=True,
+        activation=problem.activation,
+        params_dtype=experts.w1.dtype,
+        device=experts.w1.device,
+        moe_parallel_config=parallel,
         max_num_tokens=most if ranks > 1 else None,
-    )  # fmt: skip
+    )
     held = len(layer.w13_weight)
     part = slice(rank * held, (rank + 1) * held)
     for parameter, whole in ((layer.w13_weight, experts.w1), (layer.w2_weight, experts.w2)):
@@ -138,9 +142,17 @@ def rows_of(problem: Problem, tokens: int, backends: Sequence[str], device: torc
         worst = max(_errors(results, expected, spread=impl != ONE_GPU))
         forward, backward = (_slowest(part, device) for part in _times(step, device))
         yield StepRow(
-            problem.name, tokens, impl, place[1], forward, backward, flops / 3 / forward / 1e6,
-            flops / 1.5 / backward / 1e6, flops / (forward + backward) / 1e6, worst,
-        )  # fmt: skip
+            problem.name,
+            tokens,
+            impl,
+            ranks=place[1],
+            forward_us=forward,
+            backward_us=backward,
+            forward_tflop_per_s=flops / 3 / forward / 1e6,
+            backward_tflop_per_s=flops / 1.5 / backward / 1e6,
+            tflop_per_s=flops / (forward + backward) / 1e6,
+            rel_err=worst,
+        )
 
 
 def _errors(

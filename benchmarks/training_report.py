@@ -12,7 +12,8 @@ adapters (LoRA) over frozen weights; or of tokens and router weights alone, so t
 is what adapters cost. Times in milliseconds: an eager step, and in brackets the
 replay of a CUDA graph. TFLOP/s are those of the faster one. Peak: the memory of an eager step
 beyond what was there before, gradients included. Kept: what forward keeps for backward without
-weights, and in brackets what SonicMoE's formula says (arXiv 2512.14080)."""
+weights, and in brackets what SonicMoE's formula says (arXiv 2512.14080). `moe_ops-main` adds weight
+gradients to float32 main gradients inside its kernels, `moe_ops-added` after the backward pass."""
 HEAD = [
     "layer",
     "trained",

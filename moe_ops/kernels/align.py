@@ -109,9 +109,9 @@ def _adapter_ids_kernel(
     adapter, valid = tl.zeros((ROWS, COLUMNS), tl.int32), expert >= 0
     if lora_ids is not None:
         of_token = tl.load(lora_ids + token, mask=token < num_tokens, other=-1)
-        known = (of_token >= 0) & (of_token < num_adapters)
-        adapter += tl.where(known, of_token, 0).to(tl.int32)[:, None]
-        valid &= known[:, None]
+        has_one = (of_token >= 0) & (of_token < num_adapters)
+        adapter += tl.where(has_one, of_token, 0).to(tl.int32)[:, None]
+        valid &= has_one[:, None]
     tl.store(pairs + slot, tl.where(valid, adapter * num_local + expert, -1), mask=real)
     adapter = tl.where(valid, adapter, -1)
     tl.store(adapters + slot, adapter, mask=real)
@@ -142,8 +142,8 @@ def adapter_ids(
     if tokens * k:
         launch, count = _adapter_launch(k), map_size(expert_map, num_experts)
         grid = (cdiv(tokens, launch.constants["ROWS"]),)
-        given = dense_vectors(topk_ids, expert_map, lora_ids)
-        launch(grid, *given, *outs, tokens, count, num_experts, num_adapters)
+        vectors = dense_vectors(topk_ids, expert_map, lora_ids)
+        launch(grid, *vectors, *outs, tokens, count, num_experts, num_adapters)
     return outs
 
 
