@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from gluon_values import Barrier, Barriers, Pointer, Shared, Value, as_slot, plain, torch_dtype
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gluon_language
@@ -224,6 +225,7 @@ LANGUAGE = SimpleNamespace(
     static_range=range,
     load=load, store=store, atomic_add=atomic_add,
     where=_where, minimum=_binary(torch.minimum), maximum=_binary(torch.maximum),
+    PropagateNan=triton.language.PropagateNan,
     static_assert=_assert, erf=_unary(torch.erf), math=SimpleNamespace(erf=_unary(torch.erf)),
     cdiv=lambda x, y: -(-x // y),
     div_rn=_binary(torch.true_divide), fma=_fma,
