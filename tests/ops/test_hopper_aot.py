@@ -107,7 +107,7 @@ def test_a_layer(scheme, layer, one_of_two):
         ("unquantized", 8000, "silu", 64),
         ("int8_channel", 4000, "swigluoai", 0),
         ("fp8_block128", 4000, "silu", None),
-        ("int4_w4a8_g128", 4000, "swigluoai", 0),
+        ("int4_w4a8_g128", 4000, "swigluoai", 0 if aot.RELEASE == "3.6" else 1496),
     ],
 )
 def test_the_product_beside_its_activation(scheme, tokens, activation, spilled):
