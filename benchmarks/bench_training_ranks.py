@@ -12,7 +12,6 @@ differs is not recorded. On the CPU, with gloo, this only checks.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -37,8 +36,8 @@ from moe_ops.bench.command import (
 )
 from moe_ops.bench.harness import record_path, relative_error, write_rows
 from moe_ops.bench.problems import SEED, Experts, Problem, make_experts, make_inputs
+from moe_ops.bench.ranks import ONE_GPU, slowest
 
-ONE_GPU = "one GPU"
 BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter")}
 WARM_UPS, STEPS = 5, 20
 MAX_REL_ERR = 0.02
@@ -92,7 +91,9 @@ class Step(NamedTuple):
         return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}, marks
 
 
-def layer_of(experts: Experts, problem: Problem, rank: int, ranks: int, backend: str, most: int):
+def layer_of(
+    experts: Experts, problem: Problem, rank: int, ranks: int, backend: str, most: int
+) -> moe_ops.FusedMoE:
     """The layer that holds a rank's part of the experts."""
     where = {"dp_size": ranks, "dp_rank": rank, "ep_size": ranks, "ep_rank": rank}
     parallel = moe_ops.FusedMoEParallelConfig(**where, use_ep=ranks > 1, all2all_backend=backend)
@@ -115,7 +116,9 @@ def layer_of(experts: Experts, problem: Problem, rank: int, ranks: int, backend:
     return layer
 
 
-def rows_of(problem: Problem, tokens: int, backends: Sequence[str], device: torch.device):
+def rows_of(
+    problem: Problem, tokens: int, backends: Sequence[str], device: torch.device
+) -> Iterator[StepRow]:
     """A row for the one GPU and for each exchange, on all ranks of the default group.
 
     Raises:
@@ -140,7 +143,7 @@ def rows_of(problem: Problem, tokens: int, backends: Sequence[str], device: torc
         if impl == ONE_GPU:
             expected = results
         worst = max(_errors(results, expected, spread=impl != ONE_GPU))
-        forward, backward = (_slowest(part, device) for part in _times(step, device))
+        forward, backward = (slowest(part, device) for part in _times(step, device))
         yield StepRow(
             problem.name,
             tokens,
@@ -195,13 +198,6 @@ def _times(step: Step, device: torch.device) -> tuple[list[float], list[float]]:
         [1e3 * a.elapsed_time(b) for a, b, _ in ticks],
         [1e3 * b.elapsed_time(c) for _, b, c in ticks],
     )
-
-
-def _slowest(times: list[float], device: torch.device) -> float:
-    """The largest median of the ranks."""
-    median = torch.tensor([statistics.median(times)], device=device)
-    dist.all_reduce(median, dist.ReduceOp.MAX)
-    return float(median)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:

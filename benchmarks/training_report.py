@@ -58,18 +58,12 @@ def _line(modes: dict[str, Record]) -> list[str]:
 
 
 RANKS_LEGEND = """\
-Each GPU has as many tokens as the column says, and as many experts as the others. Milliseconds of
-an eager step, and TFLOP/s of one GPU; the router is included. One GPU: with all experts."""
+Each GPU has as many tokens as the column says, and as many experts as the others; one GPU has all
+experts. Eager steps, router included. TFLOP/s are those of one GPU."""
 RANKS_HEAD = [
-    "layer",
-    "experts over",
-    "tokens",
-    "forward",
-    "backward",
-    "TFLOP/s",
-    "forward",
-    "backward",
-]
+    "layer", "experts over", "tokens", "forward (ms)", "backward (ms)", "TFLOP/s", "of forward",
+    "of backward",
+]  # fmt: skip
 
 
 def over_ranks(records: list[Record]) -> str:

@@ -161,7 +161,7 @@ def _case(
         x=of_all.x[mine], topk_weights=of_all.topk_weights[mine], topk_ids=of_all.topk_ids[mine]
     )
     expected = moe_ops_layer(experts, own)()
-    time_us = _slowest(_time(moe_ops_layer(experts, own), rank), rank)
+    time_us = slowest(_time(moe_ops_layer(experts, own), rank), rank.device)
     fixed: dict[str, Any] = {"scheme": scheme, "shape": problem.name, "M": tokens}
     rows = [RankRow(**fixed, impl=ONE_GPU, ranks=1, time_us=time_us, send_us=None, return_us=None,
                     tokens_per_s=1e6 * tokens / time_us, rel_err=0.0)]  # fmt: skip
@@ -171,7 +171,7 @@ def _case(
         kernel, call = _kernel(problem, experts, exchange, own, rank)
         out: Any = kernel.apply(**call)
         error = relative_error(out, expected.float())
-        time_us = _slowest(_time(partial(kernel.apply, **call), rank), rank)
+        time_us = slowest(_time(partial(kernel.apply, **call), rank), rank.device)
         send_us, return_us = _exchange_times(kernel, call, rank)
         rows.append(
             RankRow(
@@ -284,7 +284,7 @@ def _exchange_times(
             for _ in range(CHAIN):
                 step()
 
-        return _slowest(_time(steps, rank), rank) / CHAIN
+        return slowest(_time(steps, rank), rank.device) / CHAIN
 
     send = chain(lambda: part.prepare(*arguments))
     if not isinstance(part, pipeline.SymmetricPrepareAndFinalize):
@@ -319,8 +319,8 @@ def _time(call: Callable[[], Any], rank: Rank) -> list[float]:
     return [1e3 * start.elapsed_time(end) for start, end in events]
 
 
-def _slowest(times: list[float], rank: Rank) -> float:
+def slowest(times: list[float], device: torch.device) -> float:
     """The largest median of the ranks."""
-    median: Tensor = torch.tensor([statistics.median(times)], device=rank.device)
+    median: Tensor = torch.tensor([statistics.median(times)], device=device)
     dist.all_reduce(median, dist.ReduceOp.MAX)
     return float(median)

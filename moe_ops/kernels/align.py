@@ -124,7 +124,7 @@ ADAPTER_SLOTS = 256
 
 @lru_cache(maxsize=64)
 def _adapter_launch(top_k: int) -> Launch:
-    columns = next_power_of_2(top_k)
+    columns = next_power_of_2(max(1, top_k))
     rows = max(1, ADAPTER_SLOTS // columns)
     return Launch(_adapter_ids_kernel, TOP_K=top_k, COLUMNS=columns, ROWS=rows)
 
@@ -139,7 +139,7 @@ def adapter_ids(
     """Launch one kernel, whose programs each take some tokens."""
     outs = empty_adapters(topk_ids, expert_map, lora_ids, num_experts, num_adapters)
     tokens, k = topk_ids.shape
-    if tokens * k:
+    if tokens:
         launch, count = _adapter_launch(k), map_size(expert_map, num_experts)
         grid = (cdiv(tokens, launch.constants["ROWS"]),)
         vectors = dense_vectors(topk_ids, expert_map, lora_ids)

@@ -15,8 +15,8 @@ Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 NAMES = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 
 
-def with_main_grads(layer: ExpertLayer, weights: Weights) -> Weights:
-    """Return the weights of a layer with ``fuse_wgrad_accumulation``, for one call.
+def with_main_grads(layer: ExpertLayer) -> Weights:
+    """Return the weights and biases of a layer with ``fuse_wgrad_accumulation``, for one call.
 
     Those that require grad must have a ``main_grad`` in grad mode; nothing is added for others.
 
@@ -24,6 +24,7 @@ def with_main_grads(layer: ExpertLayer, weights: Weights) -> Weights:
         TypeError, ValueError: a ``main_grad`` is missing, or wrong: see `with_main_grad`.
         NotImplementedError: a bias that requires grad beside a ``layer.kernel`` that was set.
     """
+    weights: Weights = (layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
     if not torch.is_grad_enabled():
         return weights
     trained = [x is not None and x.requires_grad for x in weights]

@@ -17,6 +17,7 @@ from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.forms import in_forms_for_device
 from moe_ops.layer.host_memory import reason_against
 from moe_ops.layer.initial import warn_if_empty
+from moe_ops.layer.main_grads import Weights, with_main_grads
 from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.replicas import trained_together
@@ -115,7 +116,7 @@ class FusedMoEMethodBase(ABC):
             raise NotImplementedError(reason_against(state))
         w13, w2 = layer.w13_weight, layer.w2_weight
         if layer.enable_eplb or layer.fuse_wgrad_accumulation:
-            w13, w2, *biases = trained_together(layer)
+            w13, w2, *biases = _joined_weights(layer)
             if state.kernel is None and len(wanted(*biases)) > 0:
                 kernel = self.kernel_of(layer, biases)
         call = Call(
@@ -161,7 +162,7 @@ class FusedMoEMethodBase(ABC):
         """Run experts without a kernel, on the device or in host memory."""
         host = layer.state.host_experts
         if layer.enable_eplb or layer.fuse_wgrad_accumulation:
-            own = trained_together(layer)
+            own = _joined_weights(layer)
         else:
             own = layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias
         config = self.get_fused_moe_quant_config(layer) if host is None else host.quant_config
@@ -320,3 +321,8 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         layer.state.made["config"] = Made(config, [*own])
         self._warned = self._warned or warn_if_empty((config.w1_scale, config.w2_scale))
         return config
+
+
+def _joined_weights(layer: ExpertLayer) -> Weights:
+    """Weights and biases whose gradients go to main gradients, or are summed over replicas."""
+    return with_main_grads(layer) if layer.fuse_wgrad_accumulation else trained_together(layer)

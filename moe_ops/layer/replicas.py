@@ -17,7 +17,7 @@ from moe_ops import ops
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import once, wanted
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.main_grads import Weights, with_main_grads
+from moe_ops.layer.main_grads import Weights
 from moe_ops.parallel.trained import watch
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.exchange.messages import padded, sum_of_ranks
@@ -40,15 +40,12 @@ def trained_together(layer: ExpertLayer) -> Weights:
 
     Gradients of what requires grad are summed over replicas, in collectives if ranks share the
     experts. `EplbState.rebalance_` refuses to move weights that get gradients without the
-    optimizer's state: see `FusedMoE.expert_tensors`. With ``fuse_wgrad_accumulation`` gradients
-    are added to main gradients: see `with_main_grads`.
+    optimizer's state: see `FusedMoE.expert_tensors`.
 
     Raises:
         NotImplementedError: a bias that requires grad beside a ``layer.kernel`` that was set.
     """
     weights: Weights = (layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
-    if layer.fuse_wgrad_accumulation:
-        return with_main_grads(layer, weights)
     trained, state, own = wanted(*weights), layer.eplb_state, own_rows(layer)
     if not torch.compiler.is_compiling():
         watch(trained)

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
 from moe_ops.dispatch.tiles import TileRule, one_row_tile, plan_sizes, row_tile
@@ -80,9 +81,7 @@ def adapter_ids(
     pairs, adapters = (
         torch.where(valid, x, -1).to(torch.int32) for x in (adapter * num_experts + expert, adapter)
     )
-    tokens = (
-        adapters.amax(1, keepdim=True) if adapters.shape[1] else adapters.new_empty(len(pairs), 1)
-    )
+    tokens = pad(adapters, (0, 1), value=-1).amax(1, keepdim=True)
     return pairs, adapters, tokens
 
 

@@ -265,6 +265,12 @@ def test_tiles_have_the_names_of_a_map_that_drops_nothing(tokens, device):
     assert_plan(plan, looped(ids, 16, 5, expert_map.tolist()))
 
 
+def test_tokens_without_slots_have_no_adapter(device):
+    ids, of_tokens = (torch.zeros(3, *k, dtype=torch.int32, device=device) for k in ((0,), ()))
+    pairs, adapters, tokens = ops.adapter_ids(ids, None, of_tokens, 4, 2)
+    assert pairs.shape == adapters.shape == (3, 0) and tokens.tolist() == [[-1]] * 3
+
+
 def test_unused_tiles_of_a_plan_have_no_first_row(device):
     ids = torch.arange(60, device=device, dtype=torch.int32).view(30, 2) % 3
     with row_tile(16):
