@@ -128,8 +128,10 @@ mutants: $(READY)  ## Plant faults, each of which must fail a test; ONLY=kernels
 
 # The same tests on the real kernels; parts of the same commit merge into one record, which says
 # "complete" once it holds all of them. GPU_PART=1/2 and GPU_PART=2/2 run half of the suite each, in
-# less than ten minutes with WORKERS=26 on an H100. PART= runs some files, and completes nothing.
+# less than ten minutes with WORKERS=26 on an H100. PART= runs some files, and completes nothing. With
+# GPUS=4 WORKERS=60 the workers share out four GPUs, and no part is needed.
 # Left out: what needs no GPU and takes long, and the file that needs two GPUs.
+GPUS ?= 1
 GPU_PART ?= 1/1
 GPU_PART_1/2 := tests/pipeline tests/inspect tests/layer tests/integrations tests/routing tests/scheme tests/loading tests/dispatch tests/bench tests/project
 GPU_PART_2/2 := tests/ops
@@ -142,17 +144,19 @@ AS_ON_GPU := --dist worksteal -m "not aot and not install and not vllm"
 gpu-test: $(READY)  ## The tests on the real kernels; needs a GPU
 	$(if $(GPU_PART_$(GPU_PART)),,$(error GPU_PART must be 1/1, 1/2 or 2/2, got $(GPU_PART)))
 	$(ON_GPU)/gpu_tests.json $(if $(GPU_WHOLE),MOE_OPS_PART=$(GPU_PART)) \
-	  $(PY) -m pytest $(GPU_TESTS) -n $(WORKERS) $(AS_ON_GPU)
+	  MOE_OPS_GPUS=$(GPUS) $(PY) -m pytest $(GPU_TESTS) -n $(WORKERS) $(AS_ON_GPU)
 
-# What two GPUs run, into a record of its own: exchanges between processes and moves of experts.
+# What several GPUs run, into a record of its own: exchanges between processes and moves of experts.
+# With GPUS=4 groups of four ranks too.
 GPU_PAIR := tests/layer/test_layer_distributed.py tests/layer/test_layer_ranks.py \
   tests/layer/test_layer_gradients.py tests/layer/test_layer_replicas.py tests/layer/test_layer_lora_ranks.py \
+  tests/layer/test_layer_balanced_training.py \
   tests/pipeline/test_data_parallel.py tests/integrations/test_transformers_parallel.py \
   tests/pipeline/test_symmetric_exchange.py tests/pipeline/test_symmetric_batched_exchange.py \
   tests/ops/test_symmetric.py tests/ops/test_symmetric_batched.py tests/ops/test_symmetric_sizes.py tests/ops/test_eplb.py
 gpu-test-pair: $(READY)  ## The tests of exchanges and moved experts; needs two GPUs
-	$(ON_GPU)/gpu_tests_two_gpus.json MOE_OPS_PART=1/1 \
-	  $(PY) -m pytest $(GPU_PAIR) -k "nccl or symmetric or eplb or 2-" -n $(WORKERS) $(AS_ON_GPU)
+	$(ON_GPU)/gpu_tests_$(if $(filter 4,$(GPUS)),four,two)_gpus.json MOE_OPS_PART=1/1 \
+	  $(PY) -m pytest $(GPU_PAIR) -k "nccl or symmetric or eplb or 2- or 4-" -n $(WORKERS) $(AS_ON_GPU)
 
 # Every kernel on small problems under NVIDIA's compute-sanitizer: at most 9 minutes. SHARE=1/2 and
 # SHARE=2/2 run half of the cases each; shares of the same commit merge into one record. Needs a GPU
@@ -160,7 +164,7 @@ gpu-test-pair: $(READY)  ## The tests of exchanges and moved experts; needs two 
 SHARE ?= 1/1
 TOOLS ?= memcheck racecheck synccheck
 sanitize: $(READY)  ## Every kernel under compute-sanitizer; needs a GPU
-	$(PY) tests/support/sanitizer_record.py --output $(RESULTS) --part $(SHARE) --tools $(TOOLS)
+	$(PY) tests/support/sanitizer_record.py --output $(RESULTS) --gpus $(GPUS) --part $(SHARE) --tools $(TOOLS)
 
 # ARGS="--model qwen3-30b --tokens 1,64" times some of it: parts merge into the records row by row.
 # Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out,

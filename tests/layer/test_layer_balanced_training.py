@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import held
-from ranks import compiled_on, mine, spawn
+from ranks import compiled_on, four_gpus, here, mine, spawn, two_gpus
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -26,13 +26,13 @@ NAMES = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 
 def layer_of(seed=0, **options):
     torch.manual_seed(seed)  # the numbers of each expert follow from it, wherever it is
-    return moe_ops.FusedMoE(E, K, H, I, has_bias=True, **options)
+    return moe_ops.FusedMoE(E, K, H, I, has_bias=True, **options).to(here())
 
 
 def balanced(ranks=None, group=None, seed=None, **options):
     """A layer with replicas, whose first placement ``seed`` has changed, and its state."""
     layer = layer_of(enable_eplb=True, num_redundant_experts=REDUNDANT, **options)
-    state = EplbState.make(1, E, REDUNDANT, ranks, group=group)
+    state = EplbState.make(1, E, REDUNDANT, ranks, group=group, device=here())
     layer.set_eplb_state(0, *state[1:])
     if seed is not None:
         rebalance(layer, state, seed, ranks or layer.moe_parallel_config.ep_size)
@@ -53,7 +53,8 @@ def rebalance(layer, state, seed, ranks, optimizer=None):
 def batch(seed=1):
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(T, E, generator=g) - torch.arange(1.0, E + 1).log()
-    return torch.randn(T, H, generator=g), logits, torch.randn(T, H, generator=g)
+    rows = (torch.randn(T, H, generator=g), logits, torch.randn(T, H, generator=g))
+    return tuple(x.to(here()) for x in rows)
 
 
 def gradients(run, layer, rows, names=NAMES):
@@ -249,7 +250,7 @@ def check_training(rank, ranks, compiled):
 
 def check_wrapped(rank, ranks):
     """Replicas of the whole layer take means of the gradients; their replicas of experts, sums."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ep"))
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("data", "ep"))
     data, ep, whole = mesh["data"], mesh["ep"], layer_of()
     x, logits, y = batch()
     (whole(x, logits) - y).square().sum().div(2).backward()
@@ -279,8 +280,14 @@ def check(rank, ranks, compiled):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "compiled"),
-    [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.exhaustive)],
+    ("ranks", "compiled", "backend"),
+    [
+        (2, False, "gloo"),
+        (4, False, "gloo"),
+        pytest.param(2, True, "gloo", marks=pytest.mark.exhaustive),
+        pytest.param(2, True, "nccl", marks=two_gpus),
+        pytest.param(4, False, "nccl", marks=four_gpus),
+    ],
 )
-def test_ranks_learn_what_one_rank_does(ranks, compiled):
-    spawn(check, ranks, compiled)
+def test_ranks_learn_what_one_rank_does(ranks, compiled, backend):
+    spawn(check, ranks, compiled, backend=backend)

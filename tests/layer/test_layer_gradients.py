@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rank_layers import H, T, batch, held, layer_of, ways
-from ranks import BACKENDS, compiled_on, spawn
+from ranks import BACKENDS, BACKENDS_OF_FOUR, compiled_on, spawn
 from torch.utils.checkpoint import checkpoint
 
 import moe_ops
@@ -227,5 +227,6 @@ def test_other_ways_compiled():
     spawn(check_compiled, 2, ("allgather_reducescatter", "experts"))
 
 
-def test_four_ranks():
-    spawn(check, 4)
+@pytest.mark.parametrize("backend", BACKENDS_OF_FOUR)
+def test_four_ranks(backend):
+    spawn(check, 4, backend=backend)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from rank_layers import E, H, I, T, batch, held, layer_of
 from rank_layers import ways as all_ways
-from ranks import BACKENDS, compiled_on, device, spawn
+from ranks import BACKENDS, BACKENDS_OF_FOUR, compiled_on, device, spawn
 
 from moe_ops.training import ExpertLora
 
@@ -182,8 +182,9 @@ def test_two_ranks(backend):
     spawn(check_two, 2, backend=backend)
 
 
-def test_four_ranks():
-    spawn(check, 4)
+@pytest.mark.parametrize("backend", BACKENDS_OF_FOUR)
+def test_four_ranks(backend):
+    spawn(check, 4, backend=backend)
 
 
 @pytest.mark.parametrize(

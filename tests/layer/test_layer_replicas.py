@@ -1,4 +1,4 @@
-"""Ranks that have the same tokens, and parts of experts with tokens of other ranks, over gloo.
+"""Ranks that have the same tokens, and parts of experts with tokens of other ranks.
 
 The results of every rank are those of one rank with all experts and all tokens.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import Experts, per_expert
 from compilations import Compilations
-from ranks import compiled_on, mine, spawn
+from ranks import GROUPS, compiled_on, device, mine, spawn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ops
@@ -61,7 +61,7 @@ def source_of(options):
 def layer_of(options, **way):
     layer = moe_ops.FusedMoE(E, K, H, I, **options, **way)
     moe_ops.load_checkpoint(layer, source_of(options), progress=False)
-    return layer
+    return layer.to(device())
 
 
 def whole_of(options):
@@ -70,7 +70,8 @@ def whole_of(options):
 
 def batch(layer):
     g = torch.Generator().manual_seed(1)
-    return torch.randn(T, H, generator=g), torch.randn(T, layer.num_logits, generator=g)
+    made = (torch.randn(T, n, generator=g) for n in (H, layer.num_logits))
+    return tuple(x.to(device()) for x in made)
 
 
 def check_kinds(rank, ranks):
@@ -95,14 +96,14 @@ def check_kinds(rank, ranks):
 
 def check_details(rank, ranks):
     """Padding, shared experts, copies, kernels, and groups of the wrong ranks."""
-    whole, twice = whole_of({}), torch.nn.Linear(H, H, bias=False)
+    whole, twice = whole_of({}), torch.nn.Linear(H, H, bias=False, device=device())
     x, logits = batch(whole)
     expected = whole(x, logits)
     for way in ways(rank, ranks):
         layer = layer_of({"shared_experts": twice}, **way)
         config = layer.moe_parallel_config
         tokens = mine(COUNTS[config.layer_size // config.replica_size][0], config.tokens_rank)
-        padding = (torch.arange(T) % 3 == 1)[tokens]
+        padding = (torch.arange(T, device=device()) % 3 == 1)[tokens]
         shared, out = layer(x[tokens], logits[tokens], is_padding=padding)
         torch.testing.assert_close(out, expected[tokens].masked_fill(padding[:, None], 0))
         torch.testing.assert_close(shared, twice(x[tokens]))
@@ -159,7 +160,7 @@ def check_compiled(rank, ranks):
 
 def check_mesh(rank, ranks):
     """The layer's groups follow from a mesh of the model's."""
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (2, ranks // 2), mesh_dim_names=("dp", "tp"))
     whole = whole_of({})
     x, logits = batch(whole)
     expected = whole(x, logits)
@@ -177,14 +178,40 @@ def check_mesh(rank, ranks):
     torch.testing.assert_close(layer(x, logits), expected)
     with pytest.raises(ValueError, match=f"tp_group must have {ranks} ranks, got 2"):
         moe_ops.FusedMoE(E, K, H, I, dp_size=ranks, dp_rank=rank, tp_group=mesh["tp"])
-    other = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("tp", "dp"))
+    other = init_device_mesh(device().type, (ranks // 2, 2), mesh_dim_names=("tp", "dp"))
     with pytest.raises(
         ValueError, match=r"dimensions named by .*, in this order, got \['tp', 'dp'"
     ):
         FusedMoEParallelConfig.of_mesh(other)
-    nameless = init_device_mesh("cpu", (2, 2))
+    nameless = init_device_mesh(device().type, (2, 2))
     with pytest.raises(ValueError, match="tp_group must have mesh_dim_names .* got none"):
         moe_ops.FusedMoE(E, K, H, I, dp_size=4, dp_rank=rank, tp_group=nameless)
+
+
+@torch.no_grad()
+def check_captured(rank, ranks):
+    """Replays gather the tokens of replicas, each time others."""
+    whole = whole_of({})
+    for way in ways(rank, ranks):
+        x, logits = batch(whole)
+        layer = layer_of({}, max_num_tokens=T, **way)
+        config = layer.moe_parallel_config
+        tokens = mine(COUNTS[config.layer_size // config.replica_size][0], config.tokens_rank)
+        for _ in range(2):
+            layer(x[tokens], logits[tokens])
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = layer(x[tokens], logits[tokens])
+        for replay in range(20):
+            x.copy_(x.roll(1, 0))
+            logits.copy_(logits.roll(2, 1))
+            graph.replay()
+            text = (way, replay)
+            torch.testing.assert_close(
+                out, whole(x, logits)[tokens], msg=lambda m, t=text: f"{t}: {m}"
+            )
 
 
 def check(rank, ranks):
@@ -194,9 +221,11 @@ def check(rank, ranks):
     check_compiled(rank, ranks)
     if ranks == 4:
         check_mesh(rank, ranks)
+    if device().type == "cuda":
+        check_captured(rank, ranks)
     dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_are_one_rank(ranks):
-    spawn(check, ranks)
+@pytest.mark.parametrize(("ranks", "backend"), GROUPS)
+def test_ranks_are_one_rank(ranks, backend):
+    spawn(check, ranks, backend=backend)

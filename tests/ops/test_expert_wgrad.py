@@ -73,15 +73,19 @@ def check_here(ids, num_experts, n, k, dtype, dy_by_token, x_by_token, weighted,
 
 
 def check_added(dy, x, weights, tiles, num_experts, empty):
-    """Two calls add the float32 sums, each with one rounding; experts without slots keep bits."""
+    """Two calls add the float32 sums, each with one rounding; experts without slots keep bits.
+
+    The second one's sums are twice the first's, bit for bit. For that x is doubled: gradients times
+    router weights are rounded to their dtype, and float16 has few bits for the smallest ones.
+    """
     sums = ops.expert_wgrad(dy, x, weights, tiles, num_experts, "unquantized", torch.float32)
     total, expected = torch.zeros_like(sums), torch.zeros_like(sums)
     for start in (total, expected):
         start[empty] = -0.0
         start[empty, :, ::2] = torch.nan
     for number in (1, 2):
-        ops.expert_wgrad_out(number * dy, x, weights, tiles, num_experts, out=total)
-        expected[~empty] += number * sums[~empty]  # twice the numbers: the same bits, doubled
+        ops.expert_wgrad_out(dy, number * x, weights, tiles, num_experts, out=total)
+        expected[~empty] += number * sums[~empty]
         assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
 
 

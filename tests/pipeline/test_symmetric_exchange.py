@@ -20,7 +20,7 @@ from compilations import Compilations
 from conftest import HAS_CUDA, INTERPRETED
 from modular import setup, twice
 from rank_kernels import ANSWERS, COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
-from ranks import BACKENDS, compiled_on, device, mine, spawn, started, two_gpus
+from ranks import BACKENDS, GROUPS, compiled_on, device, mine, spawn, started
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
@@ -37,13 +37,6 @@ EVERY_MODE = ("fp8_tensor", "fp8_tensor_static", "nvfp4")
 SHORT = 0.02 if INTERPRETED else 0.3
 """Seconds to wait for a rank that does not come. A poll of an interpreted kernel counts less than
 it takes."""
-four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-GROUPS = [
-    (2, "gloo"),
-    (4, "gloo"),
-    pytest.param(2, "nccl", marks=two_gpus),
-    pytest.param(4, "nccl", marks=four_gpus),
-]
 
 
 def exchange_of(ranks, top_k=K, **options):

@@ -23,8 +23,18 @@ from torch import Tensor
 import moe_ops
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 BACKENDS = ["gloo", pytest.param("nccl", marks=two_gpus)]
 """Backends of tests with two ranks."""
+BACKENDS_OF_FOUR = ["gloo", pytest.param("nccl", marks=four_gpus)]
+"""Backends of tests with four ranks."""
+GROUPS = [
+    (2, "gloo"),
+    (4, "gloo"),
+    pytest.param(2, "nccl", marks=two_gpus),
+    pytest.param(4, "nccl", marks=four_gpus),
+]
+"""Numbers of ranks and backends of tests with two or four ranks."""
 PATIENCE = 20
 """Seconds after which a rank that waits for another one in a collective fails. Ranks on busy cores
 come a few seconds late."""
@@ -100,6 +110,11 @@ def device() -> torch.device:
     """This rank's device."""
     on_gpu = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def here() -> torch.device:
+    """This rank's device; the CPU in a process without ranks."""
+    return device() if dist.is_initialized() else torch.device("cpu")
 
 
 def _gloo(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:

@@ -81,6 +81,8 @@ class How:
     """Number of parallel processes."""
     logs: Path | None = None
     """Folder that keeps the processes' output; None: the output is not kept."""
+    gpus: int = 1
+    """GPUs over which the processes take turns."""
 
 
 def command(tool: str, sanitizer: str) -> list[str]:
@@ -103,7 +105,8 @@ def run(tool: str, sanitizer: str, part: tuple[int, int], how: How, deadline: fl
         processes = []
         for j, (log, lines) in enumerate(files):
             share = f"{number + count * j}/{count * how.jobs}"
-            processes.append(_start([*command(tool, sanitizer), "--part", share], log, lines))
+            words = [*command(tool, sanitizer), "--part", share]
+            processes.append(_start(words, log, lines, j % how.gpus))
         for process in processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
@@ -131,11 +134,12 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _start(words: list[str], log: Path, lines: Path) -> subprocess.Popen[bytes]:
-    """Start a process in its own process group."""
+def _start(words: list[str], log: Path, lines: Path, gpu: int) -> subprocess.Popen[bytes]:
+    """Start a process in its own process group, which sees one GPU alone."""
+    environment = {**_environment(), "CUDA_VISIBLE_DEVICES": str(gpu)}
     with log.open("w") as file:
         return subprocess.Popen(
-            [*words, "--lines", str(lines)], env=_environment(), cwd=ROOT,
+            [*words, "--lines", str(lines)], env=environment, cwd=ROOT,
             stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -246,6 +250,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="the folder of records")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th case")
     parser.add_argument("--jobs", type=int, default=8, help="processes beside each other")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the processes share")
     parser.add_argument("--tools", nargs="+", choices=list(OPTIONS), default=list(OPTIONS)[:3])
     parser.add_argument("--limit", type=float, default=510, help="seconds for everything")
     parser.add_argument("--logs", type=Path, help="keep what processes print in this folder")
@@ -280,7 +285,7 @@ def main() -> int:
         left = began + args.limit - time.monotonic()
         share = left / 2 if tool == PLAIN else left / (len(tools) - number)
         deadline = time.monotonic() + share
-        result = run(tool, sanitizer, part, How(args.jobs, args.logs), deadline)
+        result = run(tool, sanitizer, part, How(args.jobs, args.logs, args.gpus), deadline)
         if tool == "racecheck":
             findings, apart = result.findings.without(header["unjudged"].get("kernels", ()))
             result = replace(result, findings=findings, unjudged=apart)
