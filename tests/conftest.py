@@ -24,10 +24,11 @@ from hypothesis import HealthCheck, Phase, settings
 
 # Tests see the package's tuned files alone, and not those that a user has tuned.
 os.environ["MOE_OPS_TUNED_DIR"] = str(Path(__file__).parent.parent / "moe_ops" / "configs")
-# `make gpu-test GPUS=4`: workers take turns over the GPUs, and each sees its own alone.
+# `make gpu-test GPUS=4`: workers take turns over the GPUs, and each sees its own alone. Processes
+# that a worker starts keep what it has set.
 GPUS, WORKER = int(os.environ.get("MOE_OPS_GPUS", "1")), os.environ.get("PYTEST_XDIST_WORKER")
 if GPUS > 1 and WORKER:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(WORKER.removeprefix("gw")) % GPUS)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(WORKER.removeprefix("gw")) % GPUS))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
 COMPILED_FOR = 90
