@@ -7,7 +7,7 @@ it: a compiler may copy what an operator mutates, and other ranks write to the w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -61,6 +61,8 @@ class WindowLayout(NamedTuple):
     """Bytes of a number of the activations. Quantized rows have at most as many."""
     num_local_experts: int = 0
     """Experts of a rank in the Batched format; 0: the Standard format."""
+    masked: bool = False
+    """Whether ranks that have died can be left out: `Windows.live`."""
 
     @property
     def row_bytes(self) -> int:
@@ -184,6 +186,10 @@ class Windows(Window):
     these ids, its tokens are in the window. ``again()`` returns the ids of the call whose rows were
     sent for gradients, as long as the window has them.
 
+    ``live`` is int64 ``(R + 1,)`` of a layout that is ``masked``: 1 for each live rank and 0 for each
+    dead one, then the number of this rank's slots that were left out because their expert is on a
+    dead rank. None: all ranks are live.
+
     Args:
         layout: their sizes.
         own: uint8, the memory of this rank's window.
@@ -214,6 +220,10 @@ class Windows(Window):
         self.in_flight: Callable[[], Any] = nothing
         self.again: Callable[[], Any] = nothing
         self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=own.device)
+        self.live: Tensor | None = None
+        if layout.masked:
+            self.live = torch.ones(layout.ranks + 1, dtype=torch.int64, device=own.device)
+            self.live[-1] = 0
         self.answer = error.numpy()  # reads without PyTorch
         _OPEN[peers.data_ptr()] = self
 
@@ -221,6 +231,25 @@ class Windows(Window):
     def timeout_ns(self) -> int:
         """Nanoseconds to wait for a rank."""
         return int(self.timeout * 1e9)
+
+    def live_ranks(self) -> list[int]:
+        """The ranks that this one exchanges rows with, itself among them."""
+        if self.live is None:
+            return list(range(self.layout.ranks))
+        return self.live[:-1].nonzero().flatten().tolist()
+
+    def restart(self, live_ranks: Sequence[int]) -> None:
+        """Begin to count steps anew, with these ranks alone: no rank has failed, no call in flight.
+
+        Nobody may write to the window meanwhile. The number of slots left out stays.
+        """
+        assert self.live is not None
+        at, live = self.layout.parts, [int(r in live_ranks) for r in range(self.layout.ranks)]
+        self.own[at.sent : at.sizes] = 0
+        self.state.zero_()
+        self.error.zero_()
+        self.live[:-1] = torch.tensor(live)
+        self.in_flight = self.again = nothing
 
 
 _OPEN: WeakValueDictionary[int, Windows] = WeakValueDictionary()
