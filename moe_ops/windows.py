@@ -186,9 +186,9 @@ class Windows(Window):
     these ids, its tokens are in the window. ``again()`` returns the ids of the call whose rows were
     sent for gradients, as long as the window has them.
 
-    ``live`` is int64 ``(R + 1,)`` of a layout that is ``masked``: 1 for each live rank and 0 for each
-    dead one, then the number of this rank's slots that were left out because their expert is on a
-    dead rank. None: all ranks are live.
+    ``live`` is int64 ``(R + 1,)`` if the layout is ``masked``: 1 for each live rank, 0 for each
+    dead one, then the number of this rank's slots that were left out, whose experts are on dead
+    ranks. Otherwise it is None: all ranks are live.
 
     Args:
         layout: their sizes.
@@ -232,11 +232,35 @@ class Windows(Window):
         """Nanoseconds to wait for a rank."""
         return int(self.timeout * 1e9)
 
+    def failure(self) -> str:
+        """What `error` says, which is not 0."""
+        error, here = int(self.answer[0]), f"rank {self.rank} of {self.layout.ranks}"
+        if error == INTERRUPTED:
+            return (
+                f"{here} was interrupted while it exchanged rows with the others, which may miss "
+                "some: construct the exchange anew on all ranks"
+            )
+        if error > 0:
+            then = ": call set_live_ranks on all live ranks" if self.layout.masked else ""
+            return (
+                f"{here} waited {self.timeout:g} s for rank {error - 1}, which did not answer; "
+                f"results since then are NaN{then}"
+            )
+        return (
+            "hidden_states must have the same number of tokens on every rank with "
+            f"equal_num_tokens, got another number on rank {-1 - error} than on rank {self.rank}; "
+            "results since then are NaN"
+        )
+
     def live_ranks(self) -> list[int]:
         """The ranks that this one exchanges rows with, itself among them."""
         if self.live is None:
             return list(range(self.layout.ranks))
         return self.live[:-1].nonzero().flatten().tolist()
+
+    def num_dropped_slots(self) -> int:
+        """The last number of ``live``; the host waits for the device."""
+        return 0 if self.live is None else int(self.live[-1])
 
     def restart(self, live_ranks: Sequence[int]) -> None:
         """Begin to count steps anew, with these ranks alone: no rank has failed, no call in flight.

@@ -60,6 +60,21 @@ from moe_ops.kernels._symmetric.sums import (
 from moe_ops.windows import Parts, programs_of, windows_of
 
 
+@triton.jit
+def _slots_of(
+    topk_weights, topk_ids, expert_ranks, live, token, num_tokens, num_experts,
+    RANKS: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Ids, weights and `homes` of a token's slots, and how many of them are left out."""
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    valid = (slot < TOP_K) & (token < num_tokens)
+    ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
+    weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
+    valid = valid & (ids >= 0) & (ids < num_experts)
+    home = homes(ids, valid, expert_ranks, live, RANKS)
+    return ids, weights, home, tl.sum((valid & (home < 0)).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "rows_per_rank", "num_experts"])
 def _send_kernel(
     x, scale, topk_weights, topk_ids, expert_ranks, peers, state, live, row_scale,
@@ -91,12 +106,11 @@ def _send_kernel(
         token = program + i * step
         value, there = ahead, token + step < num_tokens
         ahead = row_of(x, token + step, topk_weights, there, WIDTH, TILE, ON_INPUT)
-        valid = (slot < TOP_K) & (token < num_tokens)
-        ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
-        weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
-        valid = valid & (ids >= 0) & (ids < num_experts)
-        home = homes(ids, valid, expert_ranks, live, RANKS)
-        left_out += tl.sum((valid & (home < 0)).to(tl.int32), 0)
+        ids, weights, home, without = _slots_of(
+            topk_weights, topk_ids, expert_ranks, live, token, num_tokens, num_experts,
+            RANKS, TOP_K,
+        )  # fmt: skip
+        left_out += without
         routed = tl.max(home, 0) >= 0
         ids = tl.where(home >= 0, ids, -1).to(tl.int32)
         if RULE is not None:
