@@ -65,5 +65,5 @@ def live_replicas(replicas: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
         not: exchanges leave its slots out, and count them.
     """
     usable = (replicas >= 0) & live[replicas.clamp(min=0)]
-    order = (~usable).to(torch.int8).argsort(-1, stable=True)
+    order = (~usable).to(torch.int8).argsort(dim=-1, stable=True)
     return replicas.gather(-1, order), usable.sum(-1).clamp(min=1)

@@ -1,0 +1,246 @@
+"""A rank that is killed: an error on the others, or left out, with replicas of its experts or not.
+
+What the live ranks then compute is what all ranks computed before from ids without the slots of the
+dead rank's experts, to the bit.
+"""
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import INTERPRETED
+from modular import layer_config, setup
+from rank_kernels import PROBLEM, part_of
+from ranks import BACKENDS_OF_FOUR, GROUPS, device, experts_of, mine, started
+
+import moe_ops
+from moe_ops import EplbState, eplb_map_to_physical_and_record
+from moe_ops.parallel import determine_expert_ranks
+from moe_ops.parallel.live_ranks import live_replicas
+from moe_ops.pipeline.exchange.groups import RankGroup
+
+P, LOGICAL, K, ROOM, DEAD = 8, PROBLEM.num_experts, PROBLEM.top_k, 9, 1
+"""Physical and logical experts, slots, rows of a rank, and the rank that is killed."""
+PLACEMENT = [0, 1, 2, 3, 4, 5, 2, 0]
+"""The logical expert of each physical one: of both on rank 1 of four, one has a replica."""
+COUNTS = {2: (7, 4), 4: (3, 4, 1, 3)}
+TIMEOUT = 0.2 if INTERPRETED else 3
+"""Seconds to wait for the dead rank. A poll of an interpreted kernel counts less than it takes."""
+SYMMETRIC = moe_ops.pipeline.SymmetricPrepareAndFinalize
+BATCHED = moe_ops.pipeline.BatchedSymmetricPrepareAndFinalize
+NAMES = ("hidden_states", "topk_weights", "topk_ids")
+
+
+def synchronize():
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def kernels_of(rank, ranks, kind, placement, **options):
+    """A kernel around an exchange, one around an all-gather, and the arguments of this rank."""
+    s = setup(PROBLEM.with_(num_experts=P), moe_ops.pipeline.TritonExperts, device())
+    ids = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device()).inputs.topk_ids
+    held, expert_map = experts_of(rank, ranks, P)
+    sizes = (ROOM, PROBLEM.hidden_size, K)
+    options |= {"expert_ranks": determine_expert_ranks(ranks, P), "dtype": PROBLEM.dtype}
+    part = kind(None, *sizes, timeout=TIMEOUT, **options)
+    config = layer_config(s.problem, device())
+    plain = moe_ops.pipeline.TritonExperts(config, s.config)
+    experts = plain
+    if kind is BATCHED:
+        experts = moe_ops.pipeline.BatchedTritonExperts(config, s.config, ROOM, ranks)
+    w1, w2 = (w[placement][held] for w in (s.inputs.w1, s.inputs.w2))
+    call = s.arguments(w1=w1, w2=w2, expert_map=expert_map.to(device()), topk_ids=ids)
+    gather = moe_ops.pipeline.AllGatherPrepareAndFinalize(None, ROOM)
+    return (
+        moe_ops.FusedMoEKernel(part, experts),
+        moe_ops.FusedMoEKernel(gather, plain),
+        part_of(call, mine(COUNTS[ranks], rank)),
+    )
+
+
+def check_notices(call, part, message):
+    """A call in vain: NaN on a GPU, which the host does not wait for, and an error on a CPU."""
+    if device().type == "cuda":
+        out = call()
+        synchronize()
+        assert out.isnan().all()
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    with pytest.raises(RuntimeError, match=message):
+        part.check()
+
+
+def die_if(rank):
+    """Kill this process if it is the dead rank; let the others see that it is gone."""
+    synchronize()
+    dist.barrier()
+    if rank == DEAD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+
+
+def check_raises(rank, ranks, folder):
+    """In bounded time, and so it stays."""
+    kernel, _, own = kernels_of(rank, ranks, SYMMETRIC, [*range(P)])
+    part = kernel.prepare_finalize
+    kernel.apply(**own)
+    die_if(rank)
+    began, message = time.monotonic(), f"waited {TIMEOUT} s for rank 1, which did not answer"
+    check_notices(lambda: kernel.apply(**own), part, message)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"{message}; results since then are NaN$"):
+            kernel.apply(**own)
+    windows, like = part._windows[0], own["hidden_states"]
+    sums = like.new_ones(ranks * ROOM, like.shape[1])
+    where = (part.expert_ranks, windows.peers, windows.state, 3)
+    out = moe_ops.ops.symmetric_return(sums, *where)  # in a compiled call, which raises nothing
+    assert out.isnan().all()
+    assert time.monotonic() - began < 20
+    leave(folder, rank)
+
+
+def leave(folder, rank):
+    """End this process, whose process group has lost a rank."""
+    Path(folder, str(rank)).touch()
+    os._exit(0)
+
+
+class Routing:
+    """The physical ids of this rank's tokens: logical ones, or as a balanced layer chooses."""
+
+    def __init__(self, logical_ids, replicas):
+        self.logical_ids, self.state = logical_ids, None
+        if not replicas:
+            return
+        self.state = EplbState.make(1, LOGICAL, P - LOGICAL, device=device(), group=RankGroup(4))
+        self.state.physical_to_logical_map.copy_(torch.tensor([PLACEMENT]))
+        self.state.set_live_ranks(range(4))
+
+    def ids(self):
+        if self.state is None:
+            return self.logical_ids
+        maps = (self.state.expert_load[0], self.state[2][0], self.state[3][0])
+        return eplb_map_to_physical_and_record(self.logical_ids, *maps)
+
+    def set_live_ranks(self, ranks):
+        if self.state is not None:
+            self.state.set_live_ranks(ranks)
+
+
+def replayed(kernel, static):
+    """A call of the kernel with what ``static`` holds then: on a GPU of a captured graph."""
+    kernel.apply(**static)
+    synchronize()
+    if device().type != "cuda":
+        return lambda: kernel.apply(**static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = kernel.apply(**static)
+
+    def replay():
+        graph.replay()
+        synchronize()
+        return out.clone()
+
+    return replay
+
+
+@torch.no_grad()
+def check_left_out(rank, ranks, folder, kind, replicas):
+    """The live ranks go on with the same graph, and count the slots that they leave out."""
+    live = [r for r in range(ranks) if r != DEAD]
+    placement = PLACEMENT if replicas else [*range(P)]
+    kernel, gather, own = kernels_of(rank, ranks, kind, placement, on_dead_rank="mask")
+    part, routing = kernel.prepare_finalize, Routing(own["topk_ids"], replicas)
+    static = {**own, **{name: own[name].clone() for name in NAMES}}
+    part.connect(device())
+    static["topk_ids"].copy_(routing.ids())
+    call = replayed(kernel, static)
+    before = call()
+    routing.set_live_ranks(live)  # sends nothing
+    ids = routing.ids()
+    routing.set_live_ranks(range(ranks))
+    lost = determine_expert_ranks(ranks, P).to(ids.device)[ids.long()] == DEAD
+    static["topk_ids"].copy_(ids.masked_fill(lost, -1))
+    expected, changed = call(), lost.any(1)
+    if kind is SYMMETRIC:
+        assert torch.equal(gather.apply(**static), expected)
+    if replicas:
+        assert (ids[routing.logical_ids == 2] == PLACEMENT.index(2, 4)).all()
+        assert torch.equal(lost, routing.logical_ids == 3)
+    seen = torch.stack([lost.sum(), (routing.ids() != ids).sum()])
+    dist.all_reduce(seen)
+    assert seen[0] and (seen[1] or not replicas), "the test has no slots of the dead rank"
+    static["topk_ids"].copy_(routing.ids())
+    assert torch.equal(call(), before) and part.num_dropped_slots() == 0
+    die_if(rank)
+    message = "for rank 1, which did not answer; .* are NaN: call set_live_ranks on all live ranks"
+    check_notices(call, part, message)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            kernel.apply(**static)
+    backend = dist.get_backend() if device().type == "cpu" else "gloo"
+    group = dist.new_group(live, backend=backend, use_local_synchronization=True)
+    part.set_live_ranks(live, group)
+    routing.set_live_ranks(live)
+    static["topk_ids"].copy_(routing.ids())
+    for number in range(1, 4):
+        assert torch.equal(call(), expected)
+        assert part.num_dropped_slots() == number * int(lost.sum())
+    assert replicas or not torch.equal(before[changed], expected[changed]) or not changed.any()
+    assert torch.equal(kernel.apply(**static), expected)
+    part.check()
+    leave(folder, rank)
+
+
+def run_until_killed(check, ranks, backend, *arguments):
+    """All ranks but the killed one must complete the check."""
+    folder = arguments[0]
+    with started(check, ranks, *map(_plain, arguments), backend=backend) as context:
+        for process in context.processes:
+            process.join(120)
+    codes = [process.exitcode for process in context.processes]
+    wanted = [-signal.SIGKILL if r == DEAD else 0 for r in range(ranks)]
+    assert codes == wanted, "".join(map(_traceback, context.error_files))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        str(r) for r in range(ranks) if r != DEAD
+    ]
+
+
+def _traceback(path):
+    return pickle.loads(Path(path).read_bytes()) if Path(path).exists() else ""
+
+
+def _plain(value):
+    return str(value) if isinstance(value, Path) else value
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the protocol is that of the other test")
+@pytest.mark.parametrize(("ranks", "backend"), GROUPS)
+def test_a_killed_rank_is_an_error(ranks, backend, tmp_path):
+    run_until_killed(check_raises, ranks, backend, tmp_path)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("backend", BACKENDS_OF_FOUR)
+@pytest.mark.parametrize(
+    ("kind", "replicas"), [(SYMMETRIC, False), (SYMMETRIC, True), (BATCHED, True)]
+)
+def test_a_killed_rank_is_left_out(kind, replicas, backend, tmp_path):
+    run_until_killed(check_left_out, 4, backend, tmp_path, kind, replicas)
+
+
+def test_live_replicas():
+    """Live ones first, in their order; an expert without any keeps one that is not live."""
+    replicas = torch.tensor([[0, 4, 5], [1, -1, -1], [2, 3, -1]])
+    live = torch.tensor([False, False, True, False, True, True])
+    found, counts = live_replicas(replicas, live)
+    assert torch.equal(found, torch.tensor([[4, 5, 0], [1, -1, -1], [2, 3, -1]]))
+    assert counts.tolist() == [2, 1, 1]
