@@ -1,5 +1,7 @@
 """Problems and kernels of ranks that exchange tokens."""
 
+from importlib import import_module
+
 import torch
 from legs import INTERPRETED
 from modular import layer_config
@@ -17,6 +19,12 @@ PROBLEM = Problem(11, 6, 3, 64, 48, torch.bfloat16)
 ANSWERS = 2.0 if INTERPRETED else 10.0
 """Seconds within which a rank answers in a window, however busy the cores are. A poll of an
 interpreted kernel counts less than it takes."""
+
+
+def one_program():
+    """Make interpreted sends of one program: programs run in turns, and cannot wait for the next."""
+    for stage in ("symmetric", "symmetric_batched"):
+        import_module(f"moe_ops.kernels.{stage}").programs_of = lambda rows: 1
 
 
 def kernel_of(s, rank, ranks, part, kind=moe_ops.pipeline.TritonExperts, **options):
