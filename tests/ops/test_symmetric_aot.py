@@ -120,6 +120,23 @@ def test_a_row_of_a_slot_stays_in_registers(arch, hidden, scheme):
         assert scheme != "unquantized" or wide_stores(kernel)
 
 
+def test_a_mask_of_live_ranks(monkeypatch):
+    """Kernels of windows with a mask read it; without one they do not."""
+
+    def masked(peers):
+        window = fake_window(peers)
+        window.layout = window.layout._replace(masked=True)
+        return window
+
+    fake_window, plain = aot.fake_window, compiled(90, launch("fp8_block128", 7168, 8))
+    plain |= compiled(90, launch("unquantized", 7168, 8))
+    monkeypatch.setattr(aot, "fake_window", masked)
+    for scheme in ("fp8_block128", "unquantized"):
+        for name, kernel in compiled(90, launch(scheme, 7168, 8)).items():
+            loads = [k.asm["ptx"].count("ld.global.b64") for k in (kernel, plain[name])]
+            assert loads[0] > loads[1], name
+
+
 @pytest.mark.parametrize("on_input", [False, True])
 def test_rows_that_go_everywhere(on_input):
     for scheme in ("unquantized", "fp8_channel"):

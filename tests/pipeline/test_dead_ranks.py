@@ -4,6 +4,7 @@ What the live ranks then compute is what all ranks computed before from ids with
 dead rank's experts, to the bit.
 """
 
+import copy
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from conftest import INTERPRETED
 from modular import layer_config, setup
 from rank_kernels import PROBLEM, one_program, part_of
-from ranks import BACKENDS_OF_FOUR, GROUPS, device, experts_of, mine, started
+from ranks import BACKENDS, BACKENDS_OF_FOUR, GROUPS, device, experts_of, mine, spawn, started
 
 import moe_ops
 from moe_ops import EplbState, eplb_map_to_physical_and_record
@@ -246,3 +247,94 @@ def test_live_replicas():
     found, counts = live_replicas(replicas, live)
     assert torch.equal(found, torch.tensor([[4, 5, 0], [1, -1, -1], [2, 3, -1]]))
     assert counts.tolist() == [2, 1, 1]
+
+
+HOLDERS = torch.tensor([0, 1], dtype=torch.int32)
+
+
+def exchange_of(kind=SYMMETRIC, ranks=2, **options):
+    options = {"expert_ranks": HOLDERS[:ranks], "on_dead_rank": "mask", **options}
+    return kind(RankGroup(ranks), 4, 64, 2, **options)
+
+
+def test_arguments():
+    for kind in (SYMMETRIC, BATCHED):
+        with pytest.raises(ValueError, match=r"on_dead_rank must be one of .*mask.*, got 'wait'"):
+            exchange_of(kind, on_dead_rank="wait")
+        for ranks, error, rule in (
+            ((0, 2), ValueError, "ranks must be in 0..1, got 2"),
+            ((-1, 0), ValueError, "ranks must be in 0..1, got -1"),
+            ((0, 0), ValueError, r"ranks must be .* each of them once, got \[0, 0\]"),
+            ((), ValueError, r"ranks must be at least one rank, .* got \[\]"),
+            (1, TypeError, "ranks must be a sequence of int, got int"),
+            ("01", TypeError, "ranks must be a sequence of int, got str"),
+            ((True,), TypeError, "ranks must be an int, got bool True"),
+        ):
+            with pytest.raises(error, match=rule):
+                exchange_of(kind).set_live_ranks(ranks, None)
+        with pytest.raises(ValueError, match='on_dead_rank must be "mask" .* got "raise"'):
+            exchange_of(kind, on_dead_rank="raise").set_live_ranks((0,), None)
+    with pytest.raises(ValueError, match='expert_ranks must be given .*"mask", got None'):
+        exchange_of(expert_ranks=None)
+    with pytest.raises(ValueError, match="group must be given to EplbState.make .*, got None"):
+        EplbState.make(1, 4, 0).set_live_ranks((0,))
+
+
+def test_one_rank():
+    """It may be the only one that is left; copies keep the option."""
+    part = exchange_of(ranks=1)
+    with pytest.raises(RuntimeError, match="connect.* must be called before set_live_ranks"):
+        part.set_live_ranks((0,), None)
+    (windows,) = part.connect("cpu")
+    assert part.num_dropped_slots() == 0
+    windows.answer[0] = 1
+    with pytest.raises(RuntimeError, match="waited 30 s for rank 0"):
+        part.check()
+    part.set_live_ranks((0,), None)
+    part.check()
+    for other in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert other.connect("cpu")[0].live_ranks() == [0] and not other.has_gradients()
+    raises = exchange_of(ranks=1, on_dead_rank="raise")
+    assert raises.connect("cpu")[0].live is None and raises.num_dropped_slots() == 0
+    shared = [exchange_of(ranks=1, share="a", on_dead_rank=x) for x in ("mask", "raise", "mask")]
+    first, second, third = (part.connect("cpu")[0] for part in shared)
+    assert first is third and first is not second
+
+
+def test_what_takes_a_collective_is_refused():
+    """One scale for the rows of all ranks, and gradients."""
+    s = setup(PROBLEM.with_(scheme="fp8_tensor"), moe_ops.pipeline.TritonExperts)
+    x, _, _, weights, ids, *_ = s.inputs
+    part = exchange_of(ranks=1, dtype=x.dtype)
+    for on_input in (False, True):
+        with pytest.raises(NotImplementedError, match='one scale .*"mask", got fp8_tensor'):
+            part.prepare(x[:4], weights[:4, :2], ids[:4, :2], 6, None, on_input, s.config)
+    plain, holders = moe_ops.FusedMoEQuantConfig("unquantized"), torch.zeros(6, dtype=torch.int32)
+    part = exchange_of(ranks=1, dtype=x.dtype, expert_ranks=holders)
+    x = x[:4].clone().requires_grad_()
+    there = part.prepare(x, weights[:4, :2], ids[:4, :2], 6, None, False, plain)
+    noop = moe_ops.pipeline.TopKWeightAndReduceNoOP()
+    out = part.finalize(there.a1q + 0 * x, there.topk_weights, there.topk_ids, False, noop)
+    with pytest.raises(NotImplementedError, match="prepare_finalize must have gradients"):
+        out.sum().backward()
+
+
+def check_groups(rank, ranks):
+    """A group must have the processes of the live ranks, and this rank must be one of them."""
+    part = kernels_of(rank, ranks, SYMMETRIC, [*range(P)], on_dead_rank="mask")[0].prepare_finalize
+    part.connect(device())
+    with pytest.raises(ValueError, match=rf"ranks must have this rank, {rank}, got \[{1 - rank}\]"):
+        part.set_live_ranks([1 - rank], None)
+    with pytest.raises(ValueError, match=r"group must be .* live ranks \[0, 1\], got None"):
+        part.set_live_ranks([1, 0], None)
+    with pytest.raises(ValueError, match=rf"group must have .*, \[{rank}\], got \[0, 1\]"):
+        part.set_live_ranks([rank], dist.group.WORLD)
+    with pytest.raises(TypeError, match="group must be a ProcessGroup"):
+        part.set_live_ranks([0, 1], 3)
+    part.set_live_ranks([1, 0], dist.group.WORLD)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing of it runs in a kernel")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_groups(backend):
+    spawn(check_groups, 2, backend=backend)

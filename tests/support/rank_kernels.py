@@ -22,7 +22,7 @@ interpreted kernel counts less than it takes."""
 
 
 def one_program():
-    """Make interpreted sends of one program: programs run in turns, and cannot wait for the next."""
+    """Make interpreted sends of one program: one that waits for the next would do so forever."""
     for stage in ("symmetric", "symmetric_batched"):
         import_module(f"moe_ops.kernels.{stage}").programs_of = lambda rows: 1
 
