@@ -267,12 +267,12 @@ class Windows(Window):
 
         Nobody may write to the window meanwhile. The number of slots left out stays.
         """
-        assert self.live is not None
-        at, live = self.layout.parts, [int(r in live_ranks) for r in range(self.layout.ranks)]
+        at, ranks = self.layout.parts, range(self.layout.ranks)
         self.own[at.sent : at.sizes] = 0
         self.state.zero_()
         self.error.zero_()
-        self.live[:-1] = torch.tensor(live)
+        if self.live is not None:
+            self.live[:-1] = torch.tensor([int(rank in live_ranks) for rank in ranks])
         self.in_flight = self.again = nothing
 
 

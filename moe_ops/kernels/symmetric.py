@@ -28,9 +28,9 @@ from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels._symmetric.flags import (
     FAILED_AT,
     STRIDE,
+    add_left_out,
     announce,
     check_sizes,
-    count_left_out,
     goes_to,
     homes,
     part_of,
@@ -61,7 +61,7 @@ from moe_ops.windows import Parts, programs_of, windows_of
 
 
 @triton.jit
-def _slots_of(
+def _slots_sent(
     topk_weights, topk_ids, expert_ranks, live, token, num_tokens, num_experts,
     RANKS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def _send_kernel(
         token = program + i * step
         value, there = ahead, token + step < num_tokens
         ahead = row_of(x, token + step, topk_weights, there, WIDTH, TILE, ON_INPUT)
-        ids, weights, home, without = _slots_of(
+        ids, weights, home, without = _slots_sent(
             topk_weights, topk_ids, expert_ranks, live, token, num_tokens, num_experts,
             RANKS, TOP_K,
         )  # fmt: skip
@@ -132,7 +132,7 @@ def _send_kernel(
                 tl.store(to, own.to(SCALE_TYPE), mask=sent & (group < SCALES))
     if row_scale is not None:
         tl.store(row_scale, tl.load(scale).to(tl.float32), mask=program == 0)
-    count_left_out(live, left_out, RANKS)
+    add_left_out(live, left_out, RANKS)
     announce(peers, live, rows_per_rank, program, RANK, RANKS, AT)
     signal(peers, live, AT.sent, program, steps, RANK, RANKS)
     wait(peers, live, AT.sent, program, steps, state, timeout, RANK, RANKS)

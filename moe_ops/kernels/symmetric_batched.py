@@ -15,9 +15,9 @@ from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels._symmetric.flags import (
+    add_left_out,
     announce,
     check_sizes,
-    count_left_out,
     homes,
     part_of,
     signal,
@@ -187,7 +187,7 @@ def _send_batched_kernel(
             topk_weights, topk_ids, placement, peers, live, program + i * step, num_tokens,
             rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K, AT,
         )  # fmt: skip
-    count_left_out(live, left_out, RANKS)
+    add_left_out(live, left_out, RANKS)
     announce(peers, live, rows_per_rank, program, RANK, RANKS, AT)
     signal(peers, live, AT.sent, program, steps + 1, RANK, RANKS)
     wait_for_all(peers, live, AT.sent, step, steps + 1, state, timeout, RANK, RANKS)

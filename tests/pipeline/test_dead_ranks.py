@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import INTERPRETED
 from modular import layer_config, setup
-from rank_kernels import PROBLEM, one_program, part_of
+from rank_kernels import PROBLEM, check_notices, one_program, part_of, synchronize
 from ranks import BACKENDS, BACKENDS_OF_FOUR, GROUPS, device, experts_of, mine, spawn, started
 
 import moe_ops
@@ -37,11 +37,6 @@ BATCHED = moe_ops.pipeline.BatchedSymmetricPrepareAndFinalize
 KINDS = [(SYMMETRIC, False), (SYMMETRIC, True), (BATCHED, False)]
 """Exchanges, and whether experts have replicas. Interpreted kernels are those of the last two."""
 NAMES = ("hidden_states", "topk_weights", "topk_ids")
-
-
-def synchronize():
-    if device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def kernels_of(rank, ranks, kind, placement, **options):
@@ -69,19 +64,6 @@ def kernels_of(rank, ranks, kind, placement, **options):
     )
 
 
-def check_notices(call, part, message):
-    """A call in vain: NaN on a GPU, which the host does not wait for, and an error on a CPU."""
-    if device().type == "cuda":
-        out = call()
-        synchronize()
-        assert out.isnan().all()
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            call()
-    with pytest.raises(RuntimeError, match=message):
-        part.check()
-
-
 def die_if(rank):
     """Kill this process if it is the dead rank; let the others see that it is gone."""
     synchronize()
@@ -98,7 +80,7 @@ def check_raises(rank, ranks, folder):
     kernel.apply(**own)
     die_if(rank)
     began, message = time.monotonic(), f"waited {TIMEOUT} s for rank 1, which did not answer"
-    check_notices(lambda: kernel.apply(**own), part, message)
+    check_notices(lambda: kernel.apply(**own), message)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=rf"{message}; results since then are NaN$"):
             kernel.apply(**own)
@@ -187,7 +169,9 @@ def check_left_out(rank, ranks, folder, kind, replicas):
     assert torch.equal(call(), before) and part.num_dropped_slots() == 0
     die_if(rank)
     message = "for rank 1, which did not answer; .* are NaN: call set_live_ranks on all live ranks"
-    check_notices(call, part, message)
+    check_notices(call, message)
+    with pytest.raises(RuntimeError, match=message):
+        part.check()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=message):
             kernel.apply(**static)

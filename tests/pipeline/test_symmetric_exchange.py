@@ -15,7 +15,16 @@ import torch.distributed as dist
 from compilations import Compilations
 from conftest import HAS_CUDA, INTERPRETED
 from modular import setup, twice
-from rank_kernels import ANSWERS, COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
+from rank_kernels import (
+    ANSWERS,
+    COUNTS,
+    PROBLEM,
+    SCHEMES,
+    check_notices,
+    kernel_of,
+    part_of,
+    synchronize,
+)  # fmt: skip
 from ranks import GROUPS, compiled_on, device, mine, spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -216,22 +225,6 @@ def check_errors(rank, ranks):
     check_notices(lambda: kernel.apply(**part_of(arguments, slice(1 + rank))), message)
     with pytest.raises(RuntimeError, match=message):
         part.check()
-
-
-def check_notices(call, message):
-    """The call that waits in vain raises on a CPU; on a GPU, which it does not wait for: NaN."""
-    if device().type == "cuda":
-        out = call()
-        synchronize()
-        assert out.isnan().all()
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            call()
-
-
-def synchronize():
-    if device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 @torch.no_grad()

@@ -2,10 +2,11 @@
 
 from importlib import import_module
 
+import pytest
 import torch
 from legs import INTERPRETED
 from modular import layer_config
-from ranks import config_of, experts_of
+from ranks import config_of, device, experts_of
 
 import moe_ops
 from moe_ops.testing import Problem
@@ -42,3 +43,19 @@ def part_of(arguments, tokens):
     """The arguments for some tokens."""
     names = ("hidden_states", "topk_weights", "topk_ids")
     return {**arguments, **{name: arguments[name][tokens] for name in names}}
+
+
+def check_notices(call, message):
+    """The call that waits in vain raises on a CPU; on a GPU, which it does not wait for: NaN."""
+    if device().type == "cuda":
+        out = call()
+        synchronize()
+        assert out.isnan().all()
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def synchronize():
+    if device().type == "cuda":
+        torch.cuda.synchronize()

@@ -66,7 +66,7 @@ def homes(ids, valid, expert_ranks, live, RANKS: tl.constexpr):
 
 
 @triton.jit
-def count_left_out(live, count, RANKS: tl.constexpr):
+def add_left_out(live, count, RANKS: tl.constexpr):
     """Add to the number of slots that are left out."""
     if live is not None:
         tl.atomic_add(live + RANKS, count.to(tl.int64), mask=count > 0, sem="relaxed")

@@ -131,7 +131,8 @@ def is_there(words, row):
 
 @triton.jit
 def write_sums(
-    sums, expert_ranks, peers, live, first, step, rows_per_rank, num_experts,
+    sums, expert_ranks, peers, live,
+    first, step, rows_per_rank, num_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip

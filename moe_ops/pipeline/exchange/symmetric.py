@@ -137,8 +137,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         elif on_dead_rank == "mask":
             raise ValueError('expert_ranks must be given with on_dead_rank "mask", got None')
         itemsize = (dtype or torch.get_default_dtype()).itemsize
-        sizes = (self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
-        self.layout = WindowLayout(*sizes, masked=on_dead_rank == "mask")
+        layout = WindowLayout(self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
+        self.layout = layout._replace(masked=on_dead_rank == "mask")
         self.timeout, self.share, self.in_flight = float(timeout), share, in_flight
         self.expert_ranks = expert_ranks
         self._windows: list[Windows] = []

@@ -79,10 +79,10 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         expert_ranks: Tensor,
         *,
         dtype: torch.dtype | None = None,
+        on_dead_rank: str = "raise",
         timeout: float = 30.0,
         share: str | None = None,
         in_flight: int = 1,
-        on_dead_rank: str = "raise",
     ) -> None:
         checks.instance("expert_ranks", expert_ranks, Tensor)
         super().__init__(
