@@ -67,14 +67,14 @@ def _send_ids(
     valid = (slot < TOP_K) & (token < num_tokens)
     ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
     weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
-    valid = valid & (ids >= 0) & (ids < num_experts)
     home, _ = _placed(ids, valid, placement, live, num_experts, num_local_experts, RANKS)
+    left_out = valid & (ids >= 0) & (ids < num_experts) & (home < 0)
     ids = tl.where(home >= 0, ids, -1).to(tl.int32)
     for i in range(RANKS):
         base, source = window_for(peers, (RANK + i) % RANKS, live, RANK)
         at = (source * rows_per_rank + token) * TOP_K + slot
         store_slots(base, at, tl.where(source == RANK, ids, -1), weights, slot < TOP_K, AT)
-    return tl.sum((valid & (home < 0)).to(tl.int32), 0)
+    return tl.sum(left_out.to(tl.int32), 0)
 
 
 @triton.jit
