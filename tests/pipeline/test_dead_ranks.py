@@ -227,9 +227,9 @@ def test_a_killed_rank_is_left_out(kind, replicas, backend, tmp_path):
 def test_live_replicas():
     """Live ones first, in their order; an expert without any keeps one that is not live."""
     replicas = torch.tensor([[0, 4, 5], [1, -1, -1], [2, 3, -1]])
-    live = torch.tensor([False, False, True, False, True, True])
+    live = torch.tensor([True, False, True, False, False, True])
     found, counts = live_replicas(replicas, live)
-    assert torch.equal(found, torch.tensor([[4, 5, 0], [1, -1, -1], [2, 3, -1]]))
+    assert torch.equal(found, torch.tensor([[0, 5, 4], [1, -1, -1], [2, 3, -1]]))
     assert counts.tolist() == [2, 1, 1]
 
 
