@@ -234,18 +234,17 @@ class Windows(Window):
 
     def failure(self) -> str:
         """What `error` says, which is not 0."""
-        error, here = int(self.answer[0]), f"rank {self.rank} of {self.layout.ranks}"
+        error, ranks = int(self.answer[0]), self.layout.ranks
         if error == INTERRUPTED:
             return (
-                f"{here} was interrupted while it exchanged rows with the others, which may miss "
-                "some: construct the exchange anew on all ranks"
+                f"rank {self.rank} of {ranks} was interrupted while it exchanged rows with the "
+                "others, which may miss some: construct the exchange anew on all ranks"
             )
         if error > 0:
-            then = ": call set_live_ranks on all live ranks" if self.layout.masked else ""
             return (
-                f"{here} waited {self.timeout:g} s for rank {error - 1}, which did not answer; "
-                f"results since then are NaN{then}"
-            )
+                f"rank {self.rank} of {ranks} waited {self.timeout:g} s for rank {error - 1}, which "
+                "did not answer; results since then are NaN"
+            ) + (": call set_live_ranks on all live ranks" if self.layout.masked else "")
         return (
             "hidden_states must have the same number of tokens on every rank with "
             f"equal_num_tokens, got another number on rank {-1 - error} than on rank {self.rank}; "
