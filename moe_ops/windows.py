@@ -242,8 +242,8 @@ class Windows(Window):
             )
         if error > 0:
             return (
-                f"rank {self.rank} of {ranks} waited {self.timeout:g} s for rank {error - 1}, which "
-                "did not answer; results since then are NaN"
+                f"rank {self.rank} of {ranks} waited {self.timeout:g} s for rank {error - 1}, "
+                "which did not answer; results since then are NaN"
             ) + (": call set_live_ranks on all live ranks" if self.layout.masked else "")
         return (
             "hidden_states must have the same number of tokens on every rank with "
