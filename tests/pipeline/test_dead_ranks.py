@@ -89,13 +89,16 @@ def check_raises(rank, ranks, folder):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=rf"{message}; results since then are NaN$"):
             kernel.apply(**own)
-    windows, like = part._windows[0], own["hidden_states"]
-    sums = like.new_ones(ranks * ROOM, like.shape[1])
-    where = (part.expert_ranks, windows.peers, windows.state, 3)
-    out = moe_ops.ops.symmetric_return(sums, *where)  # in a compiled call, which raises nothing
-    assert out.isnan().all()
+    assert returned(part, own["hidden_states"]).isnan().all()
     assert time.monotonic() - began < 20
     leave(folder, rank)
+
+
+def returned(part, like):
+    """A return as in a compiled call, which raises nothing."""
+    windows, sums = part._windows[0], like.new_ones(part.group.size * ROOM, like.shape[1])
+    where = (part.expert_ranks, windows.peers, windows.state, K)
+    return moe_ops.ops.symmetric_return(sums, *where)
 
 
 def leave(folder, rank):
@@ -159,6 +162,8 @@ def check_left_out(rank, ranks, folder, kind, replicas):
     before = call()
     routing.set_live_ranks(live)  # sends nothing
     ids = routing.ids()
+    if replicas:
+        assert routing.state.logical_replica_count.tolist() == [[2, 1, 1, 1, 1, 1]]
     routing.set_live_ranks(range(ranks))
     lost = determine_expert_ranks(ranks, P).to(ids.device)[ids.long()] == DEAD
     static["topk_ids"].copy_(ids.masked_fill(lost, -1))
@@ -182,6 +187,8 @@ def check_left_out(rank, ranks, folder, kind, replicas):
         with pytest.raises(RuntimeError, match=message):
             kernel.apply(**static)
     backend = dist.get_backend() if device().type == "cpu" else "gloo"
+    if rank == 0:  # its steps are then not those of the other ranks
+        assert returned(part, own["hidden_states"]).isnan().all()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     group = dist.new_group(live, backend=backend, use_local_synchronization=True)
     part.set_live_ranks(live, group)
