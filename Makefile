@@ -153,6 +153,7 @@ GPU_PAIR := tests/layer/test_layer_distributed.py tests/layer/test_layer_ranks.p
   tests/layer/test_layer_balanced_training.py \
   tests/pipeline/test_data_parallel.py tests/integrations/test_transformers_parallel.py \
   tests/pipeline/test_symmetric_exchange.py tests/pipeline/test_symmetric_batched_exchange.py \
+  tests/pipeline/test_dead_ranks.py \
   tests/ops/test_symmetric.py tests/ops/test_symmetric_batched.py tests/ops/test_symmetric_sizes.py tests/ops/test_eplb.py
 gpu-test-pair: $(READY)  ## The tests of exchanges and moved experts; needs two GPUs
 	$(ON_GPU)/gpu_tests_$(if $(filter 4,$(GPUS)),four,two)_gpus.json MOE_OPS_PART=1/1 \

@@ -7,7 +7,7 @@ it: a compiler may copy what an operator mutates, and other ranks write to the w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -61,6 +61,8 @@ class WindowLayout(NamedTuple):
     """Bytes of a number of the activations. Quantized rows have at most as many."""
     num_local_experts: int = 0
     """Experts of a rank in the Batched format; 0: the Standard format."""
+    masked: bool = False
+    """Whether ranks that have died can be left out: `Windows.live`."""
 
     @property
     def row_bytes(self) -> int:
@@ -184,6 +186,10 @@ class Windows(Window):
     these ids, its tokens are in the window. ``again()`` returns the ids of the call whose rows were
     sent for gradients, as long as the window has them.
 
+    ``live`` is int64 ``(R + 1,)`` if the layout is ``masked``: 1 for each live rank, 0 for each
+    dead one, then the number of this rank's slots that were left out, whose experts are on dead
+    ranks. Otherwise it is None: all ranks are live.
+
     Args:
         layout: their sizes.
         own: uint8, the memory of this rank's window.
@@ -214,6 +220,10 @@ class Windows(Window):
         self.in_flight: Callable[[], Any] = nothing
         self.again: Callable[[], Any] = nothing
         self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=own.device)
+        self.live: Tensor | None = None
+        if layout.masked:
+            self.live = torch.ones(layout.ranks + 1, dtype=torch.int64, device=own.device)
+            self.live[-1] = 0
         self.answer = error.numpy()  # reads without PyTorch
         _OPEN[peers.data_ptr()] = self
 
@@ -221,6 +231,48 @@ class Windows(Window):
     def timeout_ns(self) -> int:
         """Nanoseconds to wait for a rank."""
         return int(self.timeout * 1e9)
+
+    def failure(self) -> str:
+        """What `error` says, which is not 0."""
+        error, ranks = int(self.answer[0]), self.layout.ranks
+        if error == INTERRUPTED:
+            return (
+                f"rank {self.rank} of {ranks} was interrupted while it exchanged rows with the "
+                "others, which may miss some: construct the exchange anew on all ranks"
+            )
+        if error > 0:
+            return (
+                f"rank {self.rank} of {ranks} waited {self.timeout:g} s for rank {error - 1}, "
+                "which did not answer; results since then are NaN"
+            ) + (": call set_live_ranks on all live ranks" if self.layout.masked else "")
+        return (
+            "hidden_states must have the same number of tokens on every rank with "
+            f"equal_num_tokens, got another number on rank {-1 - error} than on rank {self.rank}; "
+            "results since then are NaN"
+        )
+
+    def live_ranks(self) -> list[int]:
+        """The ranks that this one exchanges rows with, itself among them."""
+        if self.live is None:
+            return list(range(self.layout.ranks))
+        return self.live[:-1].nonzero().flatten().tolist()
+
+    def num_dropped_slots(self) -> int:
+        """The last number of ``live``; the host waits for the device."""
+        return 0 if self.live is None else int(self.live[-1])
+
+    def restart(self, live_ranks: Sequence[int]) -> None:
+        """Begin to count steps anew, with these ranks alone: no rank has failed, no call in flight.
+
+        Nobody may write to the window meanwhile. The number of slots left out stays.
+        """
+        at, ranks = self.layout.parts, range(self.layout.ranks)
+        self.own[at.sent : at.sizes] = 0
+        self.state.zero_()
+        self.error.zero_()
+        if self.live is not None:
+            self.live[:-1] = torch.tensor([int(rank in live_ranks) for rank in ranks])
+        self.in_flight = self.again = nothing
 
 
 _OPEN: WeakValueDictionary[int, Windows] = WeakValueDictionary()

@@ -28,6 +28,7 @@ from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels._symmetric.flags import (
     FAILED_AT,
     STRIDE,
+    add_left_out,
     announce,
     check_sizes,
     goes_to,
@@ -35,6 +36,7 @@ from moe_ops.kernels._symmetric.flags import (
     part_of,
     signal,
     wait,
+    window_for,
 )
 from moe_ops.kernels._symmetric.rows import (
     quantized,
@@ -58,9 +60,24 @@ from moe_ops.kernels._symmetric.sums import (
 from moe_ops.windows import Parts, programs_of, windows_of
 
 
+@triton.jit
+def _slots_sent(
+    topk_weights, topk_ids, expert_ranks, live, token, num_tokens, num_experts,
+    RANKS: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Ids, weights and `homes` of a token's slots, and how many of them are left out."""
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    valid = (slot < TOP_K) & (token < num_tokens)
+    ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
+    weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
+    valid = valid & (ids >= 0) & (ids < num_experts)
+    home = homes(ids, valid, expert_ranks, live, RANKS)
+    return ids, weights, home, tl.sum((valid & (home < 0)).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "rows_per_rank", "num_experts"])
 def _send_kernel(
-    x, scale, topk_weights, topk_ids, expert_ranks, peers, state, row_scale,
+    x, scale, topk_weights, topk_ids, expert_ranks, peers, state, live, row_scale,
     num_tokens, rows_per_rank, num_experts, timeout,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
     AT: tl.constexpr,
@@ -83,15 +100,17 @@ def _send_kernel(
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     group = tl.arange(0, triton.next_power_of_2(SCALES) if SCALES > 0 else 1)
     there = program < num_tokens
+    left_out = tl.zeros((), dtype=tl.int32)
     ahead = row_of(x, program, topk_weights, there, WIDTH, TILE, ON_INPUT)
     for i in range(0, (rows_per_rank - program + step - 1) // step):
         token = program + i * step
         value, there = ahead, token + step < num_tokens
         ahead = row_of(x, token + step, topk_weights, there, WIDTH, TILE, ON_INPUT)
-        valid = (slot < TOP_K) & (token < num_tokens)
-        ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
-        weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
-        home = homes(ids, valid & (ids >= 0) & (ids < num_experts), expert_ranks)
+        ids, weights, home, without = _slots_sent(
+            topk_weights, topk_ids, expert_ranks, live, token, num_tokens, num_experts,
+            RANKS, TOP_K,
+        )  # fmt: skip
+        left_out += without
         routed = tl.max(home, 0) >= 0
         ids = tl.where(home >= 0, ids, -1).to(tl.int32)
         if RULE is not None:
@@ -102,8 +121,10 @@ def _send_kernel(
         row = (RANK * rows_per_rank + token).to(tl.int64)
         for j in range(RANKS):
             rank = (RANK + j) % RANKS
-            base = tl.load(peers + rank)
-            store_slots(base, row * TOP_K + slot, ids, weights, slot < TOP_K, AT)
+            base, source = window_for(peers, rank, live, RANK)
+            at = (source * rows_per_rank + token).to(tl.int64) * TOP_K + slot
+            there_ids = tl.where(source == RANK, ids, -1)
+            store_slots(base, at, there_ids, weights, slot < TOP_K, AT)
             sent = goes_to(home, rank, expert_ranks is None)
             store_row(part_of(base, AT.rows, ROW_TYPE), row, value, sent, WIDTH, RULE)
             if SCALES > 0:
@@ -111,9 +132,10 @@ def _send_kernel(
                 tl.store(to, own.to(SCALE_TYPE), mask=sent & (group < SCALES))
     if row_scale is not None:
         tl.store(row_scale, tl.load(scale).to(tl.float32), mask=program == 0)
-    announce(peers, rows_per_rank, program, RANK, RANKS, AT)
-    signal(peers, AT.sent, program, steps, RANK, RANKS)
-    wait(peers, AT.sent, program, steps, state, timeout, RANK, RANKS)
+    add_left_out(live, left_out, RANKS)
+    announce(peers, live, rows_per_rank, program, RANK, RANKS, AT)
+    signal(peers, live, AT.sent, program, steps, RANK, RANKS)
+    wait(peers, live, AT.sent, program, steps, state, timeout, RANK, RANKS)
     if program == 0:
         check_sizes(peers, AT.sizes, rows_per_rank, state, RANK, RANKS)
     tl.store(state + program, steps)
@@ -121,7 +143,7 @@ def _send_kernel(
 
 @triton.jit(do_not_specialize=["adders", "rows_per_rank", "num_experts"])
 def _return_kernel(
-    sums, expert_ranks, peers, state, out, adders, rows_per_rank, num_experts, timeout,
+    sums, expert_ranks, peers, state, live, out, adders, rows_per_rank, num_experts, timeout,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
@@ -139,21 +161,21 @@ def _return_kernel(
         for piece in range(0, pieces):
             if RANKS > 1:
                 write_sums(
-                    sums, expert_ranks, peers, program + piece * TILE.rows * step, step,
+                    sums, expert_ranks, peers, live, program + piece * TILE.rows * step, step,
                     rows_per_rank, num_experts, RANK, RANKS, TOP_K, WIDTH, TILE, AT,
                 )  # fmt: skip
-            signal(peers, AT.returned, program, done + piece + 1, RANK, RANKS)
+            signal(peers, live, AT.returned, program, done + piece + 1, RANK, RANKS)
     else:
         own = tl.load(peers + RANK)
         for piece in range(0, pieces):
             for writer in range(program - step, step, adders):
                 first = writer + piece * TILE.rows * step
                 words = find_rows(
-                    own, first, step, rows_per_rank, expert_ranks, num_experts,
+                    own, first, step, rows_per_rank, expert_ranks, live, num_experts,
                     RANKS, RANK, RANKS, TOP_K, TILE, AT,
                 )  # fmt: skip
                 flag = tl.load(state + STRIDE + writer) + piece + 1
-                wait(peers, AT.returned, writer, flag, state, timeout, RANK, RANKS)
+                wait(peers, live, AT.returned, writer, flag, state, timeout, RANK, RANKS)
                 failed = tl.load(state + FAILED_AT, volatile=True) != 0
                 add_sums(
                     sums, peers, out, words, first, step, rows_per_rank, failed,
@@ -227,6 +249,7 @@ def symmetric_send(
         dense(expert_ranks),
         peers,
         state,
+        windows.live,
         arrived[1] if quant and not travel.scales else None,
         x.shape[0],
         rows_per_rank,
@@ -259,6 +282,7 @@ def symmetric_return(
         placement,
         peers,
         state,
+        windows.live,
         out,
         adders,
         rows,

@@ -15,6 +15,7 @@ from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels._symmetric.flags import (
+    add_left_out,
     announce,
     check_sizes,
     homes,
@@ -22,6 +23,7 @@ from moe_ops.kernels._symmetric.flags import (
     signal,
     wait,
     wait_for_all,
+    window_for,
 )
 from moe_ops.kernels._symmetric.rows import (
     quantized,
@@ -39,13 +41,13 @@ IDS = tl.constexpr(1024)
 
 
 @triton.jit
-def _placed(ids, valid, placement, num_experts, num_local_experts, RANKS: tl.constexpr):
+def _placed(ids, valid, placement, live, num_experts, num_local_experts, RANKS: tl.constexpr):
     """Rank and local expert of each slot; rank -1 for a slot that no expert computes.
 
     Ids and placement may be anything: what leads out of the ranks or their experts has no expert.
     """
     valid = valid & (ids >= 0) & (ids < num_experts)
-    home = homes(ids, valid, placement)
+    home = homes(ids, valid, placement, live, RANKS)
     expert = tl.load(placement + num_experts + tl.where(valid, ids, 0), mask=valid, other=-1)
     inside = (home < RANKS) & (expert >= 0) & (expert < num_local_experts)
     return tl.where(inside, home, -1), expert
@@ -53,21 +55,26 @@ def _placed(ids, valid, placement, num_experts, num_local_experts, RANKS: tl.con
 
 @triton.jit
 def _send_ids(
-    topk_weights, topk_ids, placement, peers, token, num_tokens, rows_per_rank, num_experts,
+    topk_weights, topk_ids, placement, peers, live, token, num_tokens, rows_per_rank, num_experts,
     num_local_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """Write a token's ids and weights to all ranks; ids are -1 in slots without an expert."""
+    """Write a token's ids and weights to all ranks, and return the number of slots left out.
+
+    Ids are -1 in slots without an expert.
+    """
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     valid = (slot < TOP_K) & (token < num_tokens)
     ids = tl.load(topk_ids + token * TOP_K + slot, mask=valid, other=-1)
     weights = tl.load(topk_weights + token * TOP_K + slot, mask=valid, other=0.0)
-    home, _ = _placed(ids, valid, placement, num_experts, num_local_experts, RANKS)
+    home, _ = _placed(ids, valid, placement, live, num_experts, num_local_experts, RANKS)
+    left_out = valid & (ids >= 0) & (ids < num_experts) & (home < 0)
     ids = tl.where(home >= 0, ids, -1).to(tl.int32)
-    at = (RANK * rows_per_rank + token) * TOP_K + slot
     for i in range(RANKS):
-        base = tl.load(peers + (RANK + i) % RANKS)
-        store_slots(base, at, ids, weights, slot < TOP_K, AT)
+        base, source = window_for(peers, (RANK + i) % RANKS, live, RANK)
+        at = (source * rows_per_rank + token) * TOP_K + slot
+        store_slots(base, at, tl.where(source == RANK, ids, -1), weights, slot < TOP_K, AT)
+    return tl.sum(left_out.to(tl.int32), 0)
 
 
 @triton.jit
@@ -96,7 +103,7 @@ def _count(all_ids, expert, num_slots):
 
 @triton.jit
 def _send_rows(
-    x, scale, topk_weights, placement, peers, all_ids, token, rows_per_rank, num_experts,
+    x, scale, topk_weights, placement, peers, live, all_ids, token, rows_per_rank, num_experts,
     num_local_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
     AT: tl.constexpr,
@@ -113,7 +120,8 @@ def _send_rows(
     first, room = (RANK * rows_per_rank + token) * TOP_K, RANKS * rows_per_rank
     ids = tl.load(all_ids + first + slot, mask=slot < TOP_K, other=-1)
     place = _places(all_ids, ids, first, TOP_K)
-    home, expert = _placed(ids, place < room, placement, num_experts, num_local_experts, RANKS)
+    valid = place < room
+    home, expert = _placed(ids, valid, placement, live, num_experts, num_local_experts, RANKS)
     to_row = tl.where(home >= 0, expert.to(tl.int64) * room + place, 0)
     value = row_of(x, token, topk_weights, tl.max(home, 0) >= 0, WIDTH, TILE, False)
     for j in range(TOP_K):
@@ -137,7 +145,7 @@ def _send_rows(
 
 @triton.jit
 def _local_facts(
-    scale, placement, held, row_scale, counts, dropped, local_ids, all_ids,
+    scale, placement, live, held, row_scale, counts, dropped, local_ids, all_ids,
     room, num_experts, num_local_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
@@ -155,13 +163,14 @@ def _local_facts(
     for i in range(0, (room - program + step - 1) // step):
         at = (program + i * step) * TOP_K + slot
         ids = tl.load(all_ids + at, mask=slot < TOP_K, other=-1)
-        home, expert = _placed(ids, ids >= 0, placement, num_experts, num_local_experts, RANKS)
+        valid = ids >= 0
+        home, expert = _placed(ids, valid, placement, live, num_experts, num_local_experts, RANKS)
         tl.store(local_ids + at, tl.where(home == RANK, expert, -1), mask=slot < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rows_per_rank", "num_experts", "num_local_experts"])
 def _send_batched_kernel(
-    x, scale, topk_weights, topk_ids, placement, held, peers, state,
+    x, scale, topk_weights, topk_ids, placement, held, peers, state, live,
     row_scale, counts, dropped, local_ids,
     num_tokens, rows_per_rank, num_experts, num_local_experts, timeout,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
@@ -172,27 +181,29 @@ def _send_batched_kernel(
     program, step = tl.program_id(0), tl.num_programs(0)
     steps = tl.load(state + program)
     all_ids = part_of(tl.load(peers + RANK), AT.ids, tl.int32)
+    left_out = tl.zeros((), dtype=tl.int32)
     for i in range(0, (rows_per_rank - program + step - 1) // step):
-        _send_ids(
-            topk_weights, topk_ids, placement, peers, program + i * step, num_tokens,
+        left_out += _send_ids(
+            topk_weights, topk_ids, placement, peers, live, program + i * step, num_tokens,
             rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K, AT,
         )  # fmt: skip
-    announce(peers, rows_per_rank, program, RANK, RANKS, AT)
-    signal(peers, AT.sent, program, steps + 1, RANK, RANKS)
-    wait_for_all(peers, AT.sent, step, steps + 1, state, timeout, RANK, RANKS)
+    add_left_out(live, left_out, RANKS)
+    announce(peers, live, rows_per_rank, program, RANK, RANKS, AT)
+    signal(peers, live, AT.sent, program, steps + 1, RANK, RANKS)
+    wait_for_all(peers, live, AT.sent, step, steps + 1, state, timeout, RANK, RANKS)
     for i in range(0, (num_tokens - program + step - 1) // step):
         _send_rows(
-            x, scale, topk_weights, placement, peers, all_ids, program + i * step,
+            x, scale, topk_weights, placement, peers, live, all_ids, program + i * step,
             rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K, HOW, AT,
         )  # fmt: skip
-    signal(peers, AT.sent, program, steps + 2, RANK, RANKS)
+    signal(peers, live, AT.sent, program, steps + 2, RANK, RANKS)
     _local_facts(
-        scale, placement, held, row_scale, counts, dropped, local_ids, all_ids,
+        scale, placement, live, held, row_scale, counts, dropped, local_ids, all_ids,
         RANKS * rows_per_rank, num_experts, num_local_experts, RANK, RANKS, TOP_K,
     )  # fmt: skip
     if program == 0:
         check_sizes(peers, AT.sizes, rows_per_rank, state, RANK, RANKS)
-    wait(peers, AT.sent, program, steps + 2, state, timeout, RANK, RANKS)
+    wait(peers, live, AT.sent, program, steps + 2, state, timeout, RANK, RANKS)
     tl.store(state + program, steps + 2)
 
 
@@ -240,6 +251,7 @@ def symmetric_send_batched(
         held,
         peers,
         state,
+        windows.live,
         row_scale if quant and not travel.scales else None,
         counts,
         dropped,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
+from moe_ops.parallel.live_ranks import check_live_ranks, live_replicas
 from moe_ops.parallel.moves import apply_moves, check_apart, check_rows, plan_moves, staging_for
 from moe_ops.parallel.placement import initial_physical_to_logical_map
 from moe_ops.parallel.rebalance import (
@@ -201,6 +202,33 @@ class EplbState(EplbTensors):
         _, num_experts, max_replicas = self.logical_to_physical_map.shape
         maps = compute_logical_maps(placement, num_experts, max_replicas)
         return (self._step(layer, mover, placement, maps) for layer in range(num_layers))
+
+    def set_live_ranks(self, ranks: Sequence[int]) -> None:
+        """Choose replicas on these ranks alone, after the other ranks of the group have died.
+
+        The maps are overwritten in place, so that captured graphs use them. Experts whose replicas
+        are all on dead ranks keep one of these, whose slots an exchange leaves out: see
+        `SymmetricPrepareAndFinalize.set_live_ranks`. All live ranks call both methods, between two
+        forward passes. Nothing is sent. `rebalance_` needs all ranks of the group.
+
+        Args:
+            ranks: the live ranks of the group.
+
+        Raises:
+            TypeError: ``ranks`` is not a sequence of int.
+            ValueError: a state without a group; no ranks, a rank twice, or one outside the group.
+        """
+        if self.group_name is None:
+            raise ValueError("group must be given to EplbState.make to leave ranks out, got None")
+        size, num_physical = process_group(self.group_name).size(), self.expert_load.shape[1]
+        live = torch.zeros(size, dtype=torch.bool)
+        live[check_live_ranks(ranks, size)] = True
+        live = live.repeat_interleave(num_physical // size).to(self.expert_load.device)
+        _, num_experts, max_replicas = self.logical_to_physical_map.shape
+        maps = compute_logical_maps(self.physical_to_logical_map, num_experts, max_replicas)
+        replicas, counts = live_replicas(maps.logical_to_physical_map, live)
+        self.logical_to_physical_map.copy_(replicas)
+        self.logical_replica_count.copy_(counts)
 
     def _step(self, layer: int, mover: _Mover, placement: Tensor, maps: LogicalMaps) -> int:
         """Move one layer's rows, then overwrite its maps."""

@@ -49,7 +49,8 @@ def symmetric_send(
     rank, top_k = windows.rank, topk_ids.shape[1]
     arrived = windows.arrived(empty[0], empty[1], top_k, quant)
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
-    home = homes(torch.where(valid, topk_ids, -1), expert_ranks)
+    home = homes(torch.where(valid, topk_ids, -1), expert_ranks, windows.live)
+    count_left_out(windows, valid & (home < 0))
     rows, row_scale = x, scale
     if quant:
         weights = topk_weights if on_input else None
@@ -67,7 +68,7 @@ def symmetric_send(
         to_rows[own][sent] = rows[sent]
         if to_scales.dim() == 2 and row_scale is not None:
             to_scales[own][sent] = row_scale[sent]
-        write_routing(there, rank, topk_weights, ids, rows_per_rank)
+    write_routing(windows, state, topk_weights, ids, rows_per_rank)
     exchange(windows, state, 0, windows.layout.parts.sent)
     check_sizes(windows, state, rows_per_rank)
     return arrived
@@ -89,7 +90,7 @@ def symmetric_return(
     ranks, each = layout.ranks, tokens // layout.ranks
     layout.check_room("sums", each, top_k, width * sums.itemsize)
     ids = windows.part(layout.parts.ids, torch.int32, ranks, each, top_k)
-    home = homes(ids, expert_ranks)
+    home = homes(ids, expert_ranks, windows.live)
     blocks, shape = sums.view(ranks, each, width), (ranks, each, width)
     for other in reached(windows, state):
         sent = _goes_to(home[other], rank, expert_ranks)
@@ -104,14 +105,26 @@ def symmetric_return(
     return total.masked_fill_(state[FAILED] != 0, torch.nan).to(sums.dtype)
 
 
-def homes(ids: Tensor, expert_ranks: Tensor | None) -> Tensor:
-    """The rank of each slot's expert, -1 for a slot that no expert computes, whose id is -1."""
+def homes(ids: Tensor, expert_ranks: Tensor | None, live: Tensor | None) -> Tensor:
+    """The rank of each slot's expert, -1 for a slot that no expert of a live rank computes."""
     if expert_ranks is None:
         return torch.where(ids >= 0, 0, -1)
     valid = (ids >= 0) & (ids < len(expert_ranks))
-    return torch.cat([expert_ranks, expert_ranks.new_full((1,), -1)])[
-        torch.where(valid, ids, -1).long()
-    ]
+    table = torch.cat([expert_ranks, expert_ranks.new_full((1,), -1)])
+    home = table[torch.where(valid, ids, -1).long()]
+    return home if live is None else torch.where(is_live(home, live), home, -1)
+
+
+def is_live(rank: Tensor, live: Tensor) -> Tensor:
+    """Whether numbers are live ranks; ``live`` is `Windows.live`."""
+    inside = (rank >= 0) & (rank < len(live) - 1)
+    return inside & (live[torch.where(inside, rank, 0).long()] != 0)
+
+
+def count_left_out(windows: Windows, slots: Tensor) -> None:
+    """Count the slots of a mask as left out."""
+    if windows.live is not None:
+        windows.live[-1] += slots.sum()
 
 
 def _goes_to(home: Tensor, rank: int, expert_ranks: Tensor | None) -> Tensor:
@@ -128,17 +141,28 @@ def peer(windows: Windows, rank: int) -> Window:
     return Window(windows.layout, torch.frombuffer(raw, dtype=torch.uint8))
 
 
-def reached(windows: Windows, state: Tensor) -> range:
+def reached(windows: Windows, state: Tensor) -> list[int]:
     """Ranks that this rank writes to: after a failure only itself, as it does not wait for others.
 
     The others may still read what it wrote before. They fail when they wait for it.
     """
-    if int(state[FAILED]):
-        return range(windows.rank, windows.rank + 1)
-    return range(windows.layout.ranks)
+    return [windows.rank] if int(state[FAILED]) else windows.live_ranks()
 
 
 def write_routing(
+    windows: Windows, state: Tensor, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int
+) -> None:
+    """Write weights and ids of this rank's tokens, and P, to the windows of all ranks.
+
+    A dead rank has no window. Its tokens, in this rank's window, have no ids.
+    """
+    for other in reached(windows, state):
+        _write_routing(peer(windows, other), windows.rank, topk_weights, topk_ids, rows_per_rank)
+    for dead in {*range(windows.layout.ranks)} - {*windows.live_ranks()}:
+        _write_routing(windows, dead, topk_weights[:0], topk_ids[:0], rows_per_rank)
+
+
+def _write_routing(
     window: Window, rank: int, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int
 ) -> None:
     """Write to a window the weights and ids of the tokens of ``rank``, and its P."""
@@ -180,7 +204,7 @@ def completed(windows: Windows, state: Tensor) -> Iterator[None]:
 
 def exchange(windows: Windows, state: Tensor, index: int, offset: int) -> None:
     """Tell all ranks that this one has written, and wait until all have; note one that has not."""
-    ranks = windows.layout.ranks
+    ranks, live = windows.layout.ranks, windows.live_ranks()
     epoch = int(state[index]) + 1
     with completed(windows, state):
         for other in reached(windows, state):
@@ -189,10 +213,10 @@ def exchange(windows: Windows, state: Tensor, index: int, offset: int) -> None:
         flags = windows.part(offset, torch.int32, ranks, MOST_PROGRAMS)[:, 0]
         end = time.monotonic() + windows.timeout
         while not int(state[FAILED]):
-            behind = (flags < epoch).nonzero()
-            if not len(behind):
+            behind = [other for other in live if int(flags[other]) < epoch]
+            if not behind:
                 break
             if time.monotonic() > end:
-                _fail(windows, state, 1 + int(behind[-1]))
+                _fail(windows, state, 1 + behind[-1])
             time.sleep(1e-4)
         state[index] = epoch

@@ -10,13 +10,15 @@ from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.symmetric import (
     check_sizes,
     completed,
+    count_left_out,
     exchange,
+    is_live,
     peer,
     reached,
     write_routing,
 )
 from moe_ops.scheme import parse_quant
-from moe_ops.windows import windows_of
+from moe_ops.windows import Windows, windows_of
 
 
 def symmetric_send_batched(
@@ -49,11 +51,12 @@ def symmetric_send_batched(
     windows = windows_of(peers)
     mine = windows.arrived(out[0], out[1], topk_ids.shape[1], quant)
     layout, rank, (tokens, top_k) = windows.layout, windows.rank, topk_ids.shape
-    ranks, room, at = layout.ranks, layout.ranks * rows_per_rank, layout.parts
-    home, expert = _placed(topk_ids, placement, ranks, len(held))
+    room, at = layout.ranks * rows_per_rank, layout.parts
+    home, expert = _placed(topk_ids, placement, windows, len(held))
+    valid = (topk_ids >= 0) & (topk_ids < placement.shape[1])
+    count_left_out(windows, valid & (home < 0))
     ids = torch.where(home >= 0, topk_ids, -1)
-    for other in reached(windows, state):
-        write_routing(peer(windows, other), rank, topk_weights, ids, rows_per_rank)
+    write_routing(windows, state, topk_weights, ids, rows_per_rank)
     exchange(windows, state, 0, at.sent)
     check_sizes(windows, state, rows_per_rank)
     of_all = mine[3]
@@ -71,7 +74,7 @@ def symmetric_send_batched(
             if quant and not parse_quant(quant).per_tensor:
                 there_scales.flatten(0, 1)[row] = row_scale[token, slot]
         exchange(windows, state, 0, at.sent)
-    home, expert = _placed(of_all, placement, ranks, len(held))
+    home, expert = _placed(of_all, placement, windows, len(held))
     local_ids = torch.where(home == rank, expert, -1).int()
     return mine[0], mine[1], *_counts(of_all, held, room), local_ids, mine[2]
 
@@ -82,14 +85,18 @@ def _counts(ids: Tensor, held: Tensor, room: int) -> tuple[Tensor, Tensor]:
     return count.clamp(max=room), (count - room).clamp(min=0)
 
 
-def _placed(ids: Tensor, placement: Tensor, ranks: int, experts: int) -> tuple[Tensor, Tensor]:
+def _placed(
+    ids: Tensor, placement: Tensor, windows: Windows, experts: int
+) -> tuple[Tensor, Tensor]:
     """Rank and local expert of each slot; rank -1 for a slot that no expert computes.
 
     Ids and placement may be anything: what leads out of the ranks or their experts has no expert.
     """
     valid = (ids >= 0) & (ids < placement.shape[1])
     home, expert = placement.long()[:, torch.where(valid, ids, 0).long()]
-    valid &= (home >= 0) & (home < ranks) & (expert >= 0) & (expert < experts)
+    valid &= (home >= 0) & (home < windows.layout.ranks) & (expert >= 0) & (expert < experts)
+    if windows.live is not None:
+        valid &= is_live(home, windows.live)
     return torch.where(valid, home, -1), torch.where(valid, expert, 0)
 
 

@@ -380,7 +380,7 @@ def test_an_interrupted_exchange_is_a_failure(step, monkeypatch):
     assert int(ranks[0].state[FAILED]) == int(ranks[0].answer[0]) == INTERRUPTED
     exchange.attach(ranks[:1])
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="rank 0 of 1 was interrupted .* anew on all ranks"):
+        with pytest.raises(RuntimeError, match="rank 0 of 2 was interrupted .* anew on all ranks"):
             exchange.check()
     assert int(ranks[0].state[0]) == int(ranks[0].state[MOST_PROGRAMS]) == 0
     if step < 2:  # the flag was sent: rank 1 completes the step of which it has everything

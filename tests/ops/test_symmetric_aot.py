@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import ARCHITECTURES  # noqa: E402
+from stage_launches import exchange  # noqa: E402
 
 from moe_ops.kernels import symmetric, symmetric_batched  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
@@ -118,6 +119,23 @@ def test_a_row_of_a_slot_stays_in_registers(arch, hidden, scheme):
         used = aot.resources(kernel, arch)
         assert used["spilled"] <= 32 and used["registers"] <= 160, used
         assert scheme != "unquantized" or wide_stores(kernel)
+
+
+def test_a_mask_of_live_ranks(monkeypatch):
+    """Kernels of windows with a mask read it, and fit; those of others do not have it."""
+
+    def masked(peers):
+        window = fake_window(peers)
+        window.layout = window.layout._replace(masked=True)
+        return window
+
+    fake_window, plain = aot.fake_window, aot.compile_launch(90, exchange)
+    monkeypatch.setattr(aot, "fake_window", masked)
+    for kernel, other in zip(aot.compile_launch(90, exchange), plain, strict=True):
+        loads = [k.asm["ptx"].count("ld.global.b64") for k in (kernel, other)]
+        used, name = aot.resources(kernel, 90), kernel.metadata.name
+        assert loads[0] > loads[1] and name == other.metadata.name
+        assert used["spilled"] <= 32 and used["registers"] <= 160, (name, used)
 
 
 @pytest.mark.parametrize("on_input", [False, True])

@@ -1,13 +1,11 @@
 """`BatchedSymmetricPrepareAndFinalize` over processes, against one rank with all tokens."""
 
-from importlib import import_module
-
 import pytest
 import torch
 from compilations import Compilations
 from conftest import INTERPRETED
 from modular import layer_config, setup
-from rank_kernels import ANSWERS, COUNTS, PROBLEM, kernel_of, part_of
+from rank_kernels import ANSWERS, COUNTS, PROBLEM, kernel_of, one_program, part_of
 from ranks import compiled_on, config_of, device, experts_of, mine, spawn, two_gpus
 from torch.utils.checkpoint import checkpoint
 
@@ -79,10 +77,6 @@ def check_prepared(rank, ranks):
             sums = torch.zeros(ranks * ROOM, PROBLEM.hidden_size).to(x)
             noop = moe_ops.pipeline.TopKWeightAndReduceNoOP()
             part.finalize(sums, there, local, on_input, noop)
-
-
-def kernels_of(stage):
-    return import_module(f"moe_ops.kernels.{stage}")
 
 
 def kernels(s, rank, ranks, kind):
@@ -224,9 +218,8 @@ def check_errors(rank, ranks):
 
 
 def check_all(rank, ranks):
-    if INTERPRETED:  # programs run one after another: one cannot wait for the next
-        for stage in ("symmetric", "symmetric_batched"):
-            kernels_of(stage).programs_of = lambda rows: 1
+    if INTERPRETED:
+        one_program()
     check_prepared(rank, ranks)
     check_kernels(rank, ranks)
     check_gradients(rank, ranks)

@@ -6,12 +6,8 @@ memory, and calls are captured. What each form of rows becomes is tested in one 
 """
 
 import copy
-import os
 import pickle
-import signal
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +15,17 @@ import torch.distributed as dist
 from compilations import Compilations
 from conftest import HAS_CUDA, INTERPRETED
 from modular import setup, twice
-from rank_kernels import ANSWERS, COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
-from ranks import BACKENDS, GROUPS, compiled_on, device, mine, spawn, started
+from rank_kernels import (
+    ANSWERS,
+    COUNTS,
+    PROBLEM,
+    SCHEMES,
+    check_notices,
+    kernel_of,
+    part_of,
+    synchronize,
+)  # fmt: skip
+from ranks import GROUPS, compiled_on, device, mine, spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
@@ -222,22 +227,6 @@ def check_errors(rank, ranks):
         part.check()
 
 
-def check_notices(call, message):
-    """The call that waits in vain raises on a CPU; on a GPU, which it does not wait for: NaN."""
-    if device().type == "cuda":
-        out = call()
-        synchronize()
-        assert out.isnan().all()
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            call()
-
-
-def synchronize():
-    if device().type == "cuda":
-        torch.cuda.synchronize()
-
-
 @torch.no_grad()
 def check_captured(rank, ranks):
     """Replays with other routing, eager calls between them, and two calls in flight."""
@@ -293,45 +282,6 @@ def check_all(rank, ranks):
         check_compiled(rank, ranks)
     if device().type == "cuda":
         check_captured(rank, ranks)
-
-
-def check_killed(rank, ranks, marker):
-    """A rank that has died is an error on the others, in bounded time."""
-    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
-    part = exchange_of(ranks, timeout=2)
-    kernel, arguments = kernel_of(s, rank, ranks, part)
-    own = part_of(arguments, mine(COUNTS[ranks], rank))
-    kernel.apply(**own)
-    synchronize()
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
-    began, message = time.monotonic(), "waited 2 s for rank 1, which did not answer"
-    check_notices(lambda: kernel.apply(**own), message)
-    for _ in range(2):  # and so it stays
-        with pytest.raises(RuntimeError, match=message):
-            kernel.apply(**own)
-    windows, like = part._windows[0], own["hidden_states"]
-    sums = like.new_ones(ranks * part.max_num_tokens, like.shape[1])
-    where = (part.expert_ranks, windows.peers, windows.state, 3)
-    out = moe_ops.ops.symmetric_return(sums, *where)  # in a compiled call, which raises nothing
-    assert out.isnan().all()
-    assert time.monotonic() - began < 20
-    Path(marker).touch()
-    os._exit(0)  # the process group has lost a rank
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the protocol is that of the other test")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_rank_is_an_error(backend, tmp_path):
-    marker = tmp_path / "raised"
-    with started(check_killed, 2, str(marker), backend=backend) as context:
-        survivor, killed = context.processes
-        for process in (killed, survivor):
-            process.join(120)
-    assert killed.exitcode == -signal.SIGKILL and survivor.exitcode == 0
-    assert marker.exists()
 
 
 @pytest.mark.kernel

@@ -41,6 +41,11 @@ OF_THE_FIELD = {
     "apply", "apply_monolithic",
 }  # fmt: skip
 """Public functions and methods that have the parameters that users of vLLM know."""
+WIDE = {
+    "moe_ops/pipeline/exchange/symmetric.py::__init__": "ten arguments are pinned; a value of some "
+    "would be a second way to pass them"
+}
+"""Other functions with more parameters than `MAX_PARAMETERS`, with the reason."""
 LONG_FILE, LONG_FUNCTION = 450, 60
 LONG = {}
 """Files (``tests/test_x.py``) and functions (``tests/test_x.py::name``) that are better left longer
@@ -317,7 +322,7 @@ def test_operators_and_functions_have_few_parameters():
         if not is_jitted(node) and node.name not in OF_THE_FIELD | legs
         if parameters(node) > MAX_PARAMETERS
     ]
-    assert not many
+    assert many == [*WIDE]
 
 
 def test_public_functions_are_documented():

@@ -97,6 +97,11 @@ class FakeWindow(Window):
     def state(self) -> torch.Tensor:
         return self.own.new_empty(FAILED + 1, dtype=torch.int32)
 
+    @property
+    def live(self) -> torch.Tensor | None:
+        ranks = self.layout.ranks + 1
+        return self.own.new_empty(ranks, dtype=torch.int64) if self.layout.masked else None
+
     def part(self, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return self.own.new_empty(shape, dtype=dtype)
 

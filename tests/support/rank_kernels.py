@@ -1,9 +1,12 @@
 """Problems and kernels of ranks that exchange tokens."""
 
+from importlib import import_module
+
+import pytest
 import torch
 from legs import INTERPRETED
 from modular import layer_config
-from ranks import config_of, experts_of
+from ranks import config_of, device, experts_of
 
 import moe_ops
 from moe_ops.testing import Problem
@@ -17,6 +20,12 @@ PROBLEM = Problem(11, 6, 3, 64, 48, torch.bfloat16)
 ANSWERS = 2.0 if INTERPRETED else 10.0
 """Seconds within which a rank answers in a window, however busy the cores are. A poll of an
 interpreted kernel counts less than it takes."""
+
+
+def one_program():
+    """Make interpreted sends of one program: one that waits for the next would do so forever."""
+    for stage in ("symmetric", "symmetric_batched"):
+        import_module(f"moe_ops.kernels.{stage}").programs_of = lambda rows: 1
 
 
 def kernel_of(s, rank, ranks, part, kind=moe_ops.pipeline.TritonExperts, **options):
@@ -34,3 +43,19 @@ def part_of(arguments, tokens):
     """The arguments for some tokens."""
     names = ("hidden_states", "topk_weights", "topk_ids")
     return {**arguments, **{name: arguments[name][tokens] for name in names}}
+
+
+def check_notices(call, message):
+    """The call that waits in vain raises on a CPU; on a GPU, which it does not wait for: NaN."""
+    if device().type == "cuda":
+        out = call()
+        synchronize()
+        assert out.isnan().all()
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def synchronize():
+    if device().type == "cuda":
+        torch.cuda.synchronize()

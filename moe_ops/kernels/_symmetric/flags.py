@@ -31,13 +31,45 @@ def part_of(base, offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def homes(ids, valid, expert_ranks):
-    """The rank of each slot's expert, -1 for a slot that is not known."""
+def living(live, rank, valid):
+    """Whether ranks are ``valid`` and live; where ``live`` is None, all are live."""
+    if live is not None:
+        valid = valid & (tl.load(live + tl.where(valid, rank, 0)) != 0)
+    return valid
+
+
+@triton.jit
+def window_for(peers, rank, live, RANK: tl.constexpr):
+    """Address of the window to write to for ``rank``, and the rank whose tokens to write there.
+
+    These are the window of ``rank`` and this rank's tokens. The memory of a dead rank may be gone:
+    instead, its tokens in this rank's window are written, which must have no ids.
+    """
+    source = RANK
+    if live is not None:
+        alive = tl.load(live + rank) != 0
+        source = tl.where(alive, RANK, rank)
+        rank = tl.where(alive, rank, RANK)
+    return tl.load(peers + rank), source
+
+
+@triton.jit
+def homes(ids, valid, expert_ranks, live, RANKS: tl.constexpr):
+    """The rank of each slot's expert, -1 for a slot that is not known or whose rank is dead."""
     if expert_ranks is None:
         home = tl.where(valid, 0, -1)
     else:
         home = tl.load(expert_ranks + tl.where(valid, ids, 0), mask=valid, other=-1)
+        if live is not None:
+            home = tl.where(living(live, home, (home >= 0) & (home < RANKS)), home, -1)
     return home
+
+
+@triton.jit
+def add_left_out(live, count, RANKS: tl.constexpr):
+    """Add to the number of slots that are left out."""
+    if live is not None:
+        tl.atomic_add(live + RANKS, count.to(tl.int64), mask=count > 0, sem="relaxed")
 
 
 @triton.jit
@@ -49,24 +81,25 @@ def goes_to(home, rank, EVERYWHERE: tl.constexpr):
 
 @triton.jit
 def announce(
-    peers, rows_per_rank, program, RANK: tl.constexpr, RANKS: tl.constexpr, AT: tl.constexpr
+    peers, live, rows_per_rank, program, RANK: tl.constexpr, RANKS: tl.constexpr, AT: tl.constexpr
 ):
     """Tell all ranks this rank's P."""
     if program == 0:
         for i in range(RANKS):
-            base = tl.load(peers + i)
-            tl.store(pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
+            base, source = window_for(peers, i, live, RANK)
+            tl.store(pointer(base, AT.sizes, tl.int32) + source, rows_per_rank)
 
 
 @triton.jit
-def signal(peers, flags, program, steps, RANK: tl.constexpr, RANKS: tl.constexpr):
+def signal(peers, live, flags, program, steps, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Tell all ranks how many steps this program has written to their windows."""
     tl.debug_barrier()
     at = flags + 4 * (RANK * STRIDE + program)
     rank = tl.arange(0, triton.next_power_of_2(RANKS))
-    base = tl.load(peers + rank, mask=rank < RANKS, other=0)
+    told = living(live, rank, rank < RANKS)
+    base = tl.load(peers + rank, mask=told, other=0)
     to = pointer(base, at, tl.int32)  # by one instruction, so that one fence serves all ranks
-    tl.atomic_xchg(to, tl.zeros_like(rank) + steps, mask=rank < RANKS, sem="release", scope="sys")
+    tl.atomic_xchg(to, tl.zeros_like(rank) + steps, mask=told, sem="release", scope="sys")
 
 
 @triton.jit
@@ -106,23 +139,26 @@ def _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS: tl.constexpr
 
 
 @triton.jit
-def wait(peers, flags, program, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr):
+def wait(
+    peers, live, flags, program, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr
+):
     """Wait for one program of all ranks."""
     rank = tl.arange(0, triton.next_power_of_2(RANKS))
     at = pointer(tl.load(peers + RANK), flags, tl.int32) + rank * STRIDE + program
-    _wait_for(at, rank, rank < RANKS, steps, peers, state, timeout, RANKS)
+    asked = living(live, rank, rank < RANKS)
+    _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS)
 
 
 @triton.jit
 def wait_for_all(
-    peers, flags, programs, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr
+    peers, live, flags, programs, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr
 ):
     """Wait for all programs of all ranks."""
     lane = tl.arange(0, triton.next_power_of_2(RANKS) * LANES)
     rank = lane // LANES
     program = lane % LANES
     at = pointer(tl.load(peers + RANK), flags, tl.int32) + rank * STRIDE + program
-    asked = (rank < RANKS) & (program < programs)
+    asked = living(live, rank, (rank < RANKS) & (program < programs))
     _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS)
 
 
@@ -139,8 +175,8 @@ def check_sizes(peers, sizes, rows_per_rank, state, RANK: tl.constexpr, RANKS: t
 
 @triton.jit
 def homes_of(
-    own, rank, token, rows_per_rank, expert_ranks, num_experts,
-    TOP_K: tl.constexpr, AT: tl.constexpr,
+    own, rank, token, rows_per_rank, expert_ranks, live, num_experts,
+    RANKS: tl.constexpr, TOP_K: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
     """`homes` of tokens of a rank, or of a rank each: ``(tokens, slots)``, by this window's ids.
 
@@ -154,4 +190,4 @@ def homes_of(
     inside = ids >= 0
     if expert_ranks is not None:
         inside = inside & (ids < num_experts)
-    return homes(ids, inside, expert_ranks)
+    return homes(ids, inside, expert_ranks, live, RANKS)

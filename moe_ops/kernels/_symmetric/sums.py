@@ -92,7 +92,7 @@ def tokens_of(first, step, rows_per_rank, ROWS: tl.constexpr):
 
 @triton.jit
 def find_rows(
-    own, first, step, rows_per_rank, expert_ranks, num_experts, EACH: tl.constexpr,
+    own, first, step, rows_per_rank, expert_ranks, live, num_experts, EACH: tl.constexpr,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr,
     AT: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,9 @@ def find_rows(
         rank = (RANK + 1 + row % EACH) % RANKS
         token = tl.where(row < ROWS, first + row // EACH * step, rows_per_rank)
         source = rank if EACH < RANKS else RANK
-        home = homes_of(own, source, token, rows_per_rank, expert_ranks, num_experts, TOP_K, AT)
+        home = homes_of(
+            own, source, token, rows_per_rank, expert_ranks, live, num_experts, RANKS, TOP_K, AT
+        )
         to = RANK if EACH < RANKS else rank[:, None]
         there = goes_to(home, to, expert_ranks is None)
         words += (tl.sum(there.to(tl.int64) << lane, 0),)
@@ -129,7 +131,8 @@ def is_there(words, row):
 
 @triton.jit
 def write_sums(
-    sums, expert_ranks, peers, first, step, rows_per_rank, num_experts,
+    sums, expert_ranks, peers, live,
+    first, step, rows_per_rank, num_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +141,7 @@ def write_sums(
     col = tl.arange(0, TILE.cols)[None, :]
     dtype: tl.constexpr = sums.dtype.element_ty
     words = find_rows(
-        tl.load(peers + RANK), first, step, rows_per_rank, expert_ranks, num_experts,
+        tl.load(peers + RANK), first, step, rows_per_rank, expert_ranks, live, num_experts,
         EACH, RANK, RANKS, TOP_K, TILE, AT,
     )  # fmt: skip
     rows = tokens_of(first, step, rows_per_rank, TILE.rows) * EACH

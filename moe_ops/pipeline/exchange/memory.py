@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, TypeVar
@@ -65,6 +65,30 @@ def allocate_here(layout: WindowLayout, device: torch.device, timeout: float) ->
     return [
         _windows(layout, rank, own, addresses, timeout, memory) for rank, own in enumerate(memory)
     ]
+
+
+def restart(windows: Sequence[Windows], live_ranks: Sequence[int], group: Any) -> None:
+    """Let the live ranks begin anew without the others; all of them take part.
+
+    A window is written to by others, so each rank writes to its own while nobody else runs.
+
+    Args:
+        windows: this rank's, which all have connected.
+        live_ranks: the ranks that go on.
+        group: the process group of these ranks; None: there is one.
+    """
+    _all_idle(windows[0].own.device, group)
+    for own in windows:
+        own.restart(live_ranks)
+    _all_idle(windows[0].own.device, group)
+
+
+def _all_idle(device: torch.device, group: Any) -> None:
+    """Wait until the devices of all ranks of a group have done what they were given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if group is not None:
+        dist.barrier(group)
 
 
 def _zeros(layout: WindowLayout, device: torch.device) -> Tensor:

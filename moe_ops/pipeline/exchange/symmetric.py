@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.parallel.live_ranks import check_live_ranks, group_of_live_ranks
 from moe_ops.pipeline.exchange.base import (
     Arrived,
     Needs,
@@ -17,14 +18,18 @@ from moe_ops.pipeline.exchange.base import (
     TokenExchange,
 )
 from moe_ops.pipeline.exchange.groups import check_expert_ranks
-from moe_ops.pipeline.exchange.memory import allocate
+from moe_ops.pipeline.exchange.memory import allocate, restart
 from moe_ops.pipeline.exchange.messages import sum_of_ranks
 from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.sizes import MAX_EXPERTS
-from moe_ops.windows import INTERRUPTED, WindowLayout, Windows, nothing
+from moe_ops.windows import WindowLayout, Windows, nothing
 
 _SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
 """Shared windows by layout, group, device, timeout, name and number."""
+
+
+ON_DEAD_RANK = ("raise", "mask")
+"""What can be done about a rank that has died."""
 
 
 class SymmetricPrepareAndFinalize(TokenExchange):
@@ -63,7 +68,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
     **Failures.** A rank that waits longer than ``timeout`` gives up. Its results are NaN from then
     on, and `check` and all of its later calls raise. On a CPU the call itself raises. So a rank
-    that died is an error on the others.
+    that died is an error on the others. With ``on_dead_rank="mask"`` the others may then go on
+    without it: see `set_live_ranks`.
 
     Args:
         group: see `TokenExchange`.
@@ -80,15 +86,19 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         in_flight: the largest number of calls that are prepared and not finalized at the same time,
             each with windows of its own: 2 for `run_micro_batches`. All ranks prepare and finalize
             in the same order.
+        on_dead_rank: "raise": after a rank has died all calls raise. "mask": they raise until
+            `set_live_ranks`, and then leave it out. The same on all ranks. Calls have no gradients
+            with "mask", since those of router weights travel in a collective of all ranks.
 
     Raises:
-        TypeError, ValueError: as `TokenExchange`, sizes below 1, or a ``timeout`` that is not
-            positive. In a call: tokens of another H, k or dtype; more tokens than
-            ``max_num_tokens``.
+        TypeError, ValueError: as `TokenExchange`, sizes below 1, a ``timeout`` that is not
+            positive, an unknown ``on_dead_rank``, "mask" without ``expert_ranks``. In a call:
+            tokens of another H, k or dtype; more tokens than ``max_num_tokens``.
         RuntimeError: in a call: another rank did not answer in an earlier call (on a CPU: or in
             this one); a compiled or captured call before `connect`; more than ``in_flight`` calls
             in flight.
-        NotImplementedError: a compiled call with ``in_flight`` above 1.
+        NotImplementedError: a compiled call with ``in_flight`` above 1; with "mask" in a call: one
+            scale for the rows of all ranks, which comes from the data (``fp8_tensor``).
 
     Source:
         DeepEP's low-latency kernels and torchtitan's symmetric-memory all-to-all, whose epochs are
@@ -113,17 +123,22 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         timeout: float = 30.0,
         share: str | None = None,
         in_flight: int = 1,
+        on_dead_rank: str = "raise",
     ) -> None:
         checks.at_least(1, max_num_tokens=max_num_tokens, hidden_size=hidden_size, top_k=top_k)
         checks.at_least(1, in_flight=in_flight)
         checks.number("timeout", timeout)
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
+        checks.one_of("on_dead_rank", on_dead_rank, ON_DEAD_RANK)
         super().__init__(group, max_num_tokens, equal_num_tokens=equal_num_tokens)
         if expert_ranks is not None:
             check_expert_ranks(expert_ranks, self.group.size)
+        elif on_dead_rank == "mask":
+            raise ValueError('expert_ranks must be given with on_dead_rank "mask", got None')
         itemsize = (dtype or torch.get_default_dtype()).itemsize
-        self.layout = WindowLayout(self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
+        layout = WindowLayout(self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
+        self.layout = layout._replace(masked=on_dead_rank == "mask")
         self.timeout, self.share, self.in_flight = float(timeout), share, in_flight
         self.expert_ranks = expert_ranks
         self._windows: list[Windows] = []
@@ -175,31 +190,56 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             if tensor is not None:  # compilers must not copy them
                 torch._dynamo.mark_static_address(tensor)
 
+    def has_gradients(self) -> bool:
+        """Whether no rank may be left out."""
+        return not self.layout.masked
+
+    def set_live_ranks(self, ranks: Sequence[int], group: Any) -> None:
+        """Go on with these ranks alone: all of them call this together, between two calls.
+
+        Slots whose experts are on other ranks are left out from then on, and counted by
+        `num_dropped_slots`; `EplbState.set_live_ranks` lets replicas take over. Nothing is written
+        to the memory of other ranks, and their tokens have no ids. The mask is in device memory:
+        captured graphs may be replayed. Of exchanges that share windows, one calls this (that with
+        the most ``in_flight``). The host waits for the device and for the live ranks. Failures, and
+        calls in flight, are forgotten. The process of a rank that is left out must have ended.
+
+        Args:
+            ranks: the live ranks of the exchange's group, with this one; the same on all of them.
+            group: a process group of these ranks alone; None if there is only one. `new_group`
+                makes it with ``backend="gloo", use_local_synchronization=True``.
+
+        Raises:
+            TypeError: ``ranks`` is not a sequence of int, or ``group`` not a group.
+            ValueError: ``on_dead_rank`` is "raise"; no ranks, a rank twice, one outside the group,
+                not this one; a ``group`` of other processes.
+            RuntimeError: before `connect`.
+        """
+        if not self.layout.masked:
+            raise ValueError('on_dead_rank must be "mask" to leave ranks out, got "raise"')
+        live = check_live_ranks(ranks, self.group.size)
+        if self.group.size > 1:
+            group = group_of_live_ranks(live, self.group.process_group(), group)
+        if not self._windows:
+            raise RuntimeError("connect(device) must be called before set_live_ranks")
+        restart(self._windows, live, group)
+
+    def num_dropped_slots(self) -> int:
+        """Slots of this rank's tokens whose expert was on a dead rank, in all calls so far.
+
+        The host waits for the device. Exchanges that share windows count together.
+        """
+        return sum(windows.num_dropped_slots() for windows in self._windows)
+
     def check(self) -> None:
         """Raise if another rank has not answered; does not wait for the device.
 
         Raises:
             RuntimeError: with the rank that did not answer in time.
         """
-        failed = [windows for windows in self._windows if windows.answer[0]]
-        if not failed:
-            return
-        windows, error = failed[0], int(failed[0].answer[0])
-        if error == INTERRUPTED:
-            raise RuntimeError(
-                f"rank {windows.rank} of {self.group.size} was interrupted while it exchanged rows "
-                "with the others, which may miss some: construct the exchange anew on all ranks"
-            )
-        if error > 0:
-            raise RuntimeError(
-                f"rank {windows.rank} of {self.group.size} waited {self.timeout:g} s for rank "
-                f"{error - 1}, which did not answer; results since then are NaN"
-            )
-        raise RuntimeError(
-            "hidden_states must have the same number of tokens on every rank with "
-            f"equal_num_tokens, got another number on rank {-1 - error} than on rank "
-            f"{windows.rank}; results since then are NaN"
-        )
+        for windows in self._windows:
+            if windows.answer[0]:
+                raise RuntimeError(windows.failure())
 
     def _check_done(self, windows: Windows) -> None:
         """Run `check` after an operator of the CPU, which has waited for the other ranks."""
@@ -212,8 +252,14 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Quantize and write to the ranks of the experts."""
-        windows = self._ready(tokens.a1, tokens.topk_ids)
         a1, scale, quant = tokens.a1, None, tokens.quant
+        one_scale = tokens.everywhere or (quant is not None and quant.of_all_rows)
+        if one_scale and self.layout.masked:  # it takes a collective
+            raise NotImplementedError(
+                "quant_config must not have one scale for the rows of all ranks with on_dead_rank "
+                f'"mask", got {tokens.quant_config.scheme.name}'
+            )
+        windows = self._ready(a1, tokens.topk_ids)
         on_input, key = tokens.on_input, "" if quant is None else quant.key
         if quant is not None:
             scale = tokens.quant_config.input_scales[0]

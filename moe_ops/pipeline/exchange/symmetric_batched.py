@@ -55,6 +55,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         timeout: see `SymmetricPrepareAndFinalize`.
         share: see `SymmetricPrepareAndFinalize`.
         in_flight: see `SymmetricPrepareAndFinalize`.
+        on_dead_rank: see `SymmetricPrepareAndFinalize`.
 
     Raises:
         ValueError: ranks that hold different numbers of experts; otherwise as the base class.
@@ -81,8 +82,10 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         timeout: float = 30.0,
         share: str | None = None,
         in_flight: int = 1,
+        on_dead_rank: str = "raise",
     ) -> None:
         checks.instance("expert_ranks", expert_ranks, Tensor)
+        windows: dict[str, Any] = {"timeout": timeout, "share": share, "in_flight": in_flight}
         super().__init__(
             group,
             max_num_tokens,
@@ -90,9 +93,8 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
             top_k,
             dtype=dtype,
             expert_ranks=expert_ranks,
-            timeout=timeout,
-            share=share,
-            in_flight=in_flight,
+            on_dead_rank=on_dead_rank,
+            **windows,
         )
         held = torch.bincount(expert_ranks.long().cpu(), minlength=self.group.size).tolist()
         if len(set(held)) != 1 or len(held) != self.group.size:
