@@ -22,7 +22,7 @@ ALIGNMENT = 256
 PROCESSORS = 132
 """SMs of an H200. Programs that wait for other ranks must be resident together: at most one an SM
 of those that send, two of those that return."""
-MOST_PROGRAMS = 176
+MOST_PROGRAMS = PROCESSORS
 """Programs of a rank that may write to other ranks, each with flags of its own."""
 
 
@@ -110,7 +110,7 @@ def at_most(name: str, value: int, most: int) -> None:
 
 
 def programs_of(rows_per_rank: int) -> int:
-    """Programs that send P rows of each rank; all ranks get the same number."""
+    """Programs that write P rows of each rank; all ranks get the same number."""
     return max(1, min(rows_per_rank, PROCESSORS))
 
 

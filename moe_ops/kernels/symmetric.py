@@ -51,7 +51,6 @@ from moe_ops.kernels._symmetric.sums import (
     PACE,
     Pace,
     add_sums,
-    adders_and_writers,
     find_rows,
     returned_of,
     warps_of,
@@ -141,23 +140,22 @@ def _send_kernel(
     tl.store(state + program, steps)
 
 
-@triton.jit(do_not_specialize=["adders", "rows_per_rank", "num_experts"])
+@triton.jit(do_not_specialize=["rows_per_rank", "num_experts"])
 def _return_kernel(
-    sums, expert_ranks, peers, state, live, out, adders, rows_per_rank, num_experts, timeout,
+    sums, expert_ranks, peers, state, live, out, rows_per_rank, num_experts, timeout,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """Some programs write partial sums to their tokens' ranks, others add what arrives.
+    """Half of the programs write partial sums to their tokens' ranks, half add what arrives.
 
-    Both take some tokens of each rank at a time, so that links and memory are busy together. An
-    adder has the tokens of the same number of writers.
+    Both take some tokens of each rank at a time, so that links and memory are busy together.
     """
     take_turn()
-    step = tl.num_programs(0) - adders
-    program = tl.program_id(0)
+    step = tl.num_programs(0) // 2
+    program = tl.program_id(0) % step
+    done = tl.load(state + STRIDE + program)
     pieces = (rows_per_rank + step * TILE.rows - 1) // (step * TILE.rows)
-    if program < step:
-        done = tl.load(state + STRIDE + program)
+    if tl.program_id(0) < step:
         for piece in range(0, pieces):
             if RANKS > 1:
                 write_sums(
@@ -168,22 +166,19 @@ def _return_kernel(
     else:
         own = tl.load(peers + RANK)
         for piece in range(0, pieces):
-            for writer in range(program - step, step, adders):
-                first = writer + piece * TILE.rows * step
-                words = find_rows(
-                    own, first, step, rows_per_rank, expert_ranks, live, num_experts,
-                    RANKS, RANK, RANKS, TOP_K, TILE, AT,
-                )  # fmt: skip
-                flag = tl.load(state + STRIDE + writer) + piece + 1
-                wait(peers, live, AT.returned, writer, flag, state, timeout, RANK, RANKS)
-                failed = tl.load(state + FAILED_AT, volatile=True) != 0
-                add_sums(
-                    sums, peers, out, words, first, step, rows_per_rank, failed,
-                    RANK, RANKS, WIDTH, TILE, AT,
-                )  # fmt: skip
-        for writer in range(program - step, step, adders):
-            done = tl.load(state + STRIDE + writer)
-            tl.store(state + STRIDE + writer, done + pieces)
+            first = program + piece * TILE.rows * step
+            words = find_rows(
+                own, first, step, rows_per_rank, expert_ranks, live, num_experts,
+                RANKS, RANK, RANKS, TOP_K, TILE, AT,
+            )  # fmt: skip
+            flag = done + piece + 1
+            wait(peers, live, AT.returned, program, flag, state, timeout, RANK, RANKS)
+            failed = tl.load(state + FAILED_AT, volatile=True) != 0
+            add_sums(
+                sums, peers, out, words, first, step, rows_per_rank, failed,
+                RANK, RANKS, WIDTH, TILE, AT,
+            )  # fmt: skip
+        tl.store(state + STRIDE + program, done + pieces)
 
 
 @lru_cache(maxsize=1024)
@@ -273,18 +268,16 @@ def symmetric_return(
     layout.check_room("sums", rows, top_k, width * sums.itemsize)
     where = windows.rank, layout.ranks, layout.parts
     kernel = _return_launch(*where, top_k, width, sums.dtype, PACE)
-    adders, writers = adders_and_writers(rows, PACE)
     num_experts = 0 if expert_ranks is None else expert_ranks.shape[0]
     sums, placement = sums.contiguous(), dense(expert_ranks)
     kernel(
-        (writers + adders,),
+        (2 * programs_of(rows),),
         sums,
         placement,
         peers,
         state,
         windows.live,
         out,
-        adders,
         rows,
         num_experts,
         windows.timeout_ns,

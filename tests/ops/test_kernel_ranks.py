@@ -20,12 +20,10 @@ from moe_ops.kernels import symmetric, symmetric_batched  # noqa: E402
 from moe_ops.kernels._symmetric.sums import (  # noqa: E402
     PACE,
     Pace,
-    adders_and_writers,
     returned_of,
 )
 from moe_ops.reference import symmetric as returned_reference  # noqa: E402
 from moe_ops.reference import symmetric_batched as reference  # noqa: E402
-from moe_ops.windows import MOST_PROGRAMS, PROCESSORS  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 I32, WIDTH, EXPERTS = torch.int32, 48, 4
@@ -110,7 +108,9 @@ def returned_run(rows, width, k, everywhere, dtype):
 def returned(rows, width, k, everywhere, dtype, pace):
     """Few programs: several pieces of turns of one or more rows, the last of which are not full."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric, "PACE", PACES[pace])
+        programs, tiles = PACES[pace]
+        patch.setattr(symmetric, "PACE", tiles)
+        patch.setattr(symmetric, "programs_of", lambda rows: min(rows, programs))
         found = returned_run(rows, width, k, everywhere, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("windows_here.ops", returned_reference)
@@ -123,27 +123,18 @@ def returned(rows, width, k, everywhere, dtype, pace):
 
 
 PACES = {
-    "one row": Pace(adders=2, writers=1, rows=4, written=1, added=1, stages=1, warps=1),
-    "writers share adders": Pace(2, 2, 2, written=256, added=256, stages=2, warps=1),
-    "several words": Pace(1, 1, 32, written=1024, added=128, stages=3, warps=1),
+    "one row": (2, Pace(rows=4, written=1, added=1, stages=1, warps=1)),
+    "three programs": (3, Pace(rows=2, written=256, added=256, stages=2, warps=1)),
+    "several words": (1, Pace(rows=32, written=1024, added=128, stages=3, warps=1)),
 }
-"""With more than `WORD` rows a piece, the last one looks up some of them after others."""
+"""Most programs, and their pace. With more than `WORD` rows a piece, the last one looks up some of
+them after others."""
 
 
 def test_returned():
     factors = {"rows": (1, 7, 27), "width": (20, 64), "k": (1, 3), "pace": (*PACES,)}
     factors |= {"everywhere": (False, True), "dtype": (torch.bfloat16, torch.float32)}
     check_all(cover(factors, ()), returned)
-
-
-def test_programs_of_a_return():
-    """At least one of each, and flags for all that write."""
-    for pace in (PACE, PACE._replace(adders=88, writers=2)):
-        assert adders_and_writers(0, pace) == (1, pace.writers)
-        assert adders_and_writers(8, pace) == (8 // pace.writers, 8)
-        adders, writers = adders_and_writers(4096, pace)
-        assert (adders, writers) == (pace.adders, pace.adders * pace.writers)
-        assert writers <= MOST_PROGRAMS and adders + writers <= 2 * PROCESSORS
 
 
 def test_wide_rows_are_not_loaded_ahead():

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.dispatch.tiles import cdiv, next_power_of_2
+from moe_ops.dispatch.tiles import next_power_of_2
 from moe_ops.kernels._symmetric.flags import goes_to, homes_of, part_of
 
 WORD = tl.constexpr(64)
@@ -23,10 +23,6 @@ WORD = tl.constexpr(64)
 class Pace(NamedTuple):
     """How much is under way at the same time where many sums return."""
 
-    adders: int
-    """Programs that add."""
-    writers: int
-    """Programs that write, for each that adds."""
     rows: int
     """Tokens of each rank in a piece, a power of two."""
     written: int
@@ -39,9 +35,8 @@ class Pace(NamedTuple):
     """Most warps of a program."""
 
 
-PACE = Pace(adders=132, writers=1, rows=4, written=32768, added=8192, stages=3, warps=8)
-"""Two programs must fit on an SM, and writers must not be more than
-`moe_ops.windows.MOST_PROGRAMS`."""
+PACE = Pace(rows=4, written=32768, added=8192, stages=3, warps=8)
+"""Two programs must fit on an SM."""
 AHEAD = 65536
 """Bytes of shared memory for rows that are loaded ahead; wider rows are not."""
 
@@ -75,12 +70,6 @@ def returned_of(ranks: int, width: int, dtype: torch.dtype, pace: Pace) -> Retur
 def warps_of(tile: Returned, pace: Pace) -> int:
     """Number of warps for a tile: at least 32 numbers of a thread."""
     return max(1, min(pace.warps, max(tile.at_once, tile.tokens) * tile.cols // 1024))
-
-
-def adders_and_writers(rows_per_rank: int, pace: Pace) -> tuple[int, int]:
-    """Numbers of programs that add and that write; all ranks get the same numbers."""
-    adders = max(1, min(cdiv(rows_per_rank, pace.writers), pace.adders))
-    return adders, adders * pace.writers
 
 
 @triton.jit
