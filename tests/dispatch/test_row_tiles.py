@@ -8,6 +8,7 @@ from table_items import every_row
 import moe_ops
 from moe_ops import ops, testing
 from moe_ops.dispatch.device import Device, assumed
+from moe_ops.dispatch.portable import ScaleGroups, gemm_tiles, scaled_gemm_tiles
 from moe_ops.dispatch.row_tiles import (
     EIGHT_BIT,
     HOPPER,
@@ -18,7 +19,7 @@ from moe_ops.dispatch.row_tiles import (
     rule_of,
     tile_rule,
 )
-from moe_ops.dispatch.tiles import last_class, load_class, one_row_tile, row_tile
+from moe_ops.dispatch.tiles import Gemm, last_class, load_class, one_row_tile, row_tile
 from moe_ops.inspect.devices import TARGETS
 
 H200 = TARGETS["sm_90"].facts
@@ -136,3 +137,17 @@ def test_a_layer_follows_it(tile):
     with assumed(H200._replace(row_tile=tile)):
         actual = moe_ops.fused_experts(x, w1, w2, weights, ids)
     torch.testing.assert_close(actual, expected)
+
+
+def test_portable_tiles():
+    """Few tokens of few experts have narrow tiles, and a factor of an adapter has a short K."""
+    for gemm, expected in (
+        (Gemm(1, 1, 8192, 4096, 2, 1, PORTABLE), 64),
+        (Gemm(1, 1, 16384, 4096, 2, 1, PORTABLE), 128),
+        (Gemm(4, 64, 4096, 16, 2, 1, PORTABLE), 128),
+    ):
+        tiles = gemm_tiles(gemm, H200)
+        assert (tiles.block_n, tiles.block_k) == (expected, min(128, gemm.k))
+    gemm = Gemm(32768, 8, 2048, 2048, 1, 2, PORTABLE)
+    gated = scaled_gemm_tiles(gemm, ScaleGroups(128, 128), H200)
+    assert (gated.block_m, gated.num_stages) == (128, 3)

@@ -56,6 +56,17 @@ def test_the_reference_has_the_derivative(key):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_reference_rounds_once(dtype):
+    """Gradients and rows times the router's weights, computed in float32."""
+    ids = torch.tensor([[0, 2], [1, 1]])
+    grad, x, weights = random(4, 70).to(dtype), random(4, 140, seed=1).to(dtype), random(2, 2)
+    arguments = (grad, x, weights, ids, None, 3, "silu", True)
+    rounded = {"rtol": torch.finfo(dtype).eps / 2, "atol": torch.finfo(torch.float16).tiny}
+    for actual, exact in zip(reference(*arguments)[:2], exact_gradients(*arguments), strict=False):
+        torch.testing.assert_close(actual.double(), exact, **rounded)
+
+
 @pytest.mark.kernel
 @given(
     key=st.sampled_from(ACTIVATIONS),

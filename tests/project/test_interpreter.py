@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from conftest import INTERPRETED
 
 pytestmark = pytest.mark.kernel
 
@@ -197,3 +198,19 @@ def test_types_of_numbers_and_shapes_of_sums(run_device):
     assert torch.equal(out[0].cpu(), ((at + 1) * (i == 2)[:, None]).int())
     assert torch.equal(out[1].cpu(), torch.where(i < 3, at - 1, 7).int())
     assert torch.equal(out[2].cpu(), ((1 - i)[:, None] + i).int())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU checks no address")
+@pytest.mark.parametrize(
+    "x, out",
+    [
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(8)[::2], torch.zeros(4)),
+        (torch.zeros(4), torch.zeros(3)),
+        (torch.zeros(4, 0), torch.zeros(4)),
+    ],
+    ids=["past the end", "between elements", "stored past the end", "of no element"],
+)
+def test_no_access_leaves_its_tensor(x, out):
+    with pytest.raises(Exception, match="leaves its"):
+        _convert[(1,)](x, out, N=4)

@@ -32,20 +32,23 @@ class Window:
     def __init__(self, x: Tensor, number: int) -> None:
         self.x, self.real = x, x.data_ptr()
         self.first = (number << BITS) + MIDDLE + self.real % 256  # aligned as the tensor is
-        own = torch.zeros(0, dtype=torch.bool)
-        if x.numel():
-            steps = zip(x.shape, x.stride(), strict=True)
-            own = torch.zeros(1 + sum((size - 1) * step for size, step in steps), dtype=torch.bool)
+        steps = zip(x.shape, x.stride(), strict=True)
+        count = 1 + sum((size - 1) * step for size, step in steps) if x.numel() else 0
+        self.length = count * x.itemsize
+        """Bytes from the first element to the end of the last one."""
+        self.own: np.ndarray | None = None
+        """Mask of those that belong to elements of the tensor; None: all."""
+        if not x.is_contiguous():
+            own = torch.zeros(count, dtype=torch.bool)
             own.as_strided(x.shape, x.stride()).fill_(True)
-        self.own = np.repeat(own.numpy(), x.itemsize)
-        """Mask of the bytes from the first element on that belong to elements of the tensor."""
+            self.own = np.repeat(own.numpy(), x.itemsize)
 
     def real_addresses(self, made_up: np.ndarray, size: int, kernel: str) -> np.ndarray:
         """Real addresses of ``size`` bytes at each address; IndexError if any is out of bounds."""
         offset = (made_up - np.uint64(self.first)).astype(np.int64)
-        inside = (offset >= 0) & (offset + size <= len(self.own))
-        at = np.where(inside, offset, 0)
-        if len(self.own):
+        inside = (offset >= 0) & (offset + size <= self.length)
+        if self.own is not None:
+            at = np.where(inside, offset, 0)
             inside &= self.own[at] & self.own[at + size - 1]
         if not inside.all():
             raise IndexError(
@@ -77,23 +80,25 @@ class Memory:
         self.accesses += 1
         if self.accesses > MOST_ACCESSES:
             raise IndexError(f"{self.kernel} accesses memory more than {MOST_ACCESSES} times")
-        made_up, real = pointers.data, np.zeros_like(pointers.data)
-        active = np.broadcast_to(np.asarray(mask.data, dtype=bool), made_up.shape)
+        active = np.broadcast_to(np.asarray(mask.data, dtype=bool), pointers.data.shape)
+        used = pointers.data[active]
+        numbers = used >> np.uint64(BITS)
+        one = used.size and (numbers == numbers[0]).all()  # nearly always, and faster than sorting
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        numbers = made_up >> np.uint64(BITS)
-        found = numbers[active]
-        one = found.size and (found == found[0]).all()  # nearly always, and faster than sorting
-        for number in found[:1] if one else np.unique(found):
-            if number == 0:
-                mine = active & (numbers == number)
-                real[mine] = self.shared(made_up[mine], size)
-                continue
-            if not 1 <= number <= len(self.windows):
-                raise IndexError(f"{self.kernel} accesses memory of no tensor")
-            mine = active & (numbers == number)
-            window = self.windows[int(number) - 1]
-            real[mine] = window.real_addresses(made_up[mine], size, self.kernel)
+        for number in numbers[:1] if one else np.unique(numbers):
+            mine = numbers == number
+            used[mine] = self.located(used[mine], int(number), size)
+        real = np.zeros_like(pointers.data)
+        real[active] = used
         return interpreter.TensorHandle(real, pointers.dtype)
+
+    def located(self, made_up: np.ndarray, number: int, size: int) -> np.ndarray:
+        """Real addresses of ``size`` bytes at each address of the window with this number."""
+        if number == 0:
+            return self.shared(made_up, size)
+        if number > len(self.windows):
+            raise IndexError(f"{self.kernel} accesses memory of no tensor")
+        return self.windows[number - 1].real_addresses(made_up, size, self.kernel)
 
     def shared(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Check that addresses are in memory that kernels find by addresses, and return them."""
