@@ -24,11 +24,12 @@ from hypothesis import HealthCheck, Phase, settings
 
 # Tests see the package's tuned files alone, and not those that a user has tuned.
 os.environ["MOE_OPS_TUNED_DIR"] = str(Path(__file__).parent.parent / "moe_ops" / "configs")
-# `make gpu-test GPUS=4`: workers take turns over the GPUs, and each sees its own alone. Processes
-# that a worker starts keep what it has set.
-GPUS, WORKER = int(os.environ.get("MOE_OPS_GPUS", "1")), os.environ.get("PYTEST_XDIST_WORKER")
-if GPUS > 1 and WORKER:
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(WORKER.removeprefix("gw")) % GPUS))
+# `make gpu-test GPUS=4`: workers take turns over the first four GPUs, and each sees its own alone.
+# Processes that a worker starts do not choose again: ranks on the CPU see none.
+if WORKER := os.environ.get("PYTEST_XDIST_WORKER"):
+    GPUS = int(os.environ.pop("MOE_OPS_GPUS", "1"))
+    if GPUS > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(int(WORKER.removeprefix("gw")) % GPUS)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
 COMPILED_FOR = 90

@@ -15,7 +15,10 @@ from moe_ops import checks
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.parallel.live_ranks import check_live_ranks, live_replicas
 from moe_ops.parallel.moves import apply_moves, check_apart, check_rows, plan_moves, staging_for
-from moe_ops.parallel.placement import initial_physical_to_logical_map
+from moe_ops.parallel.placement import (
+    determine_expert_ranks,
+    initial_physical_to_logical_map,
+)
 from moe_ops.parallel.rebalance import (
     LogicalMaps,
     compute_logical_maps,
@@ -220,13 +223,12 @@ class EplbState(EplbTensors):
         """
         if self.group_name is None:
             raise ValueError("group must be given to EplbState.make to leave ranks out, got None")
-        size, num_physical = process_group(self.group_name).size(), self.expert_load.shape[1]
-        live = torch.zeros(size, dtype=torch.bool)
-        live[check_live_ranks(ranks, size)] = True
-        live = live.repeat_interleave(num_physical // size).to(self.expert_load.device)
+        size, load = process_group(self.group_name).size(), self.expert_load
+        expert_ranks = determine_expert_ranks(size, load.shape[1])
+        live = torch.isin(expert_ranks, torch.tensor(check_live_ranks(ranks, size)))
         _, num_experts, max_replicas = self.logical_to_physical_map.shape
         maps = compute_logical_maps(self.physical_to_logical_map, num_experts, max_replicas)
-        replicas, counts = live_replicas(maps.logical_to_physical_map, live)
+        replicas, counts = live_replicas(maps.logical_to_physical_map, live.to(load.device))
         self.logical_to_physical_map.copy_(replicas)
         self.logical_replica_count.copy_(counts)
 

@@ -139,7 +139,7 @@ def test_every_file_is_in_one_part_of_the_gpu_suite():
     assert "tests/layer/test_layer_distributed.py" in {*left_out} & {*pair}
 
 
-def ran(monkeypatch, path, part, outcomes, *, maxfail=0, code=pytest.ExitCode.OK):
+def ran(monkeypatch, path, part, outcomes, *, maxfail=0, code=pytest.ExitCode.OK, **of_worker):
     """The record after a run of tests with these outcomes by their names."""
     monkeypatch.setenv("MOE_OPS_RECORD", str(path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -154,6 +154,7 @@ def ran(monkeypatch, path, part, outcomes, *, maxfail=0, code=pytest.ExitCode.OK
     config = SimpleNamespace(
         option=SimpleNamespace(maxfail=maxfail),
         invocation_params=SimpleNamespace(args=["-n", "2"]),
+        **of_worker,
     )
     record.pytest_terminal_summary(reporter, code, config)
     return json.loads(path.read_text())
@@ -180,6 +181,7 @@ def test_the_parts_of_a_record(monkeypatch, tmp_path):
     assert run(None, {"a.py::x": "passed"})[:2] == (False, [])
     assert run("1/3", one)[:2] == (False, ["1/3"])
     assert run("1/1", {**one, **two}) == (True, ["1/1"], 3, 0)
+    assert run("1/2", one, workerinput={}) == (True, ["1/1"], 3, 0)  # written by the others
     monkeypatch.setenv("MOE_OPS_COMMIT", "def")
     assert run("1/2", one) == (False, ["1/2"], 1, 0)
 

@@ -207,7 +207,7 @@ def test_types_of_numbers_and_shapes_of_sums(run_device):
         (torch.zeros(3), torch.zeros(4)),
         (torch.zeros(8)[::2], torch.zeros(4)),
         (torch.zeros(4), torch.zeros(3)),
-        (torch.zeros(4, 0), torch.zeros(4)),
+        (torch.zeros(5, 0), torch.zeros(4)),
     ],
     ids=["past the end", "between elements", "stored past the end", "of no element"],
 )

@@ -82,7 +82,7 @@ class How:
     logs: Path | None = None
     """Folder that keeps the processes' output; None: the output is not kept."""
     gpus: int = 1
-    """GPUs over which the processes take turns."""
+    """GPUs over which the processes take turns, if there are several."""
 
 
 def command(tool: str, sanitizer: str) -> list[str]:
@@ -105,8 +105,9 @@ def run(tool: str, sanitizer: str, part: tuple[int, int], how: How, deadline: fl
         processes = []
         for j, (log, lines) in enumerate(files):
             share = f"{number + count * j}/{count * how.jobs}"
-            words = [*command(tool, sanitizer), "--part", share]
-            processes.append(_start(words, log, lines, j % how.gpus))
+            words = [*command(tool, sanitizer), "--part", share, "--lines", str(lines)]
+            gpu = {"CUDA_VISIBLE_DEVICES": str(j % how.gpus)} if how.gpus > 1 else {}
+            processes.append(_start(words, log, gpu))
         for process in processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
@@ -134,12 +135,11 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _start(words: list[str], log: Path, lines: Path, gpu: int) -> subprocess.Popen[bytes]:
-    """Start a process in its own process group, which sees one GPU alone."""
-    environment = {**_environment(), "CUDA_VISIBLE_DEVICES": str(gpu)}
+def _start(words: list[str], log: Path, gpu: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process in its own process group, with variables that say which GPU it sees."""
     with log.open("w") as file:
         return subprocess.Popen(
-            [*words, "--lines", str(lines)], env=environment, cwd=ROOT,
+            words, env={**_environment(), **gpu}, cwd=ROOT,
             stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

@@ -191,7 +191,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
                 torch._dynamo.mark_static_address(tensor)
 
     def has_gradients(self) -> bool:
-        """Whether no rank may be left out."""
+        """Whether calls have gradients: not with ``on_dead_rank="mask"``."""
         return not self.layout.masked
 
     def set_live_ranks(self, ranks: Sequence[int], group: Any) -> None:
