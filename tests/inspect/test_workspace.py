@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from live_memory import allocator_peaks
 from modular import SEPARATE, setup
 from torch._C._dynamo.eval_frame import set_eval_frame
 
@@ -290,15 +291,7 @@ def test_the_allocator_sees_the_same(form, scheme, tokens):
     if form == "batched":
         s.kernel.prepare_finalize = moe_ops.pipeline.BatchedPrepareAndFinalize(tokens, 16, 1, 0)
     arguments = s.arguments()
-    s.kernel.apply(**arguments)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    # What was asked for, and what was set aside for it: a block at hand may be up to 1 MiB larger.
-    kinds = ("requested_bytes.all", "allocated_bytes.all")
-    before = [torch.cuda.memory_stats()[kind + ".current"] for kind in kinds]
-    s.kernel.apply(**arguments)
-    peaks = [torch.cuda.memory_stats()[kind + ".peak"] for kind in kinds]
-    asked, held = (peak - was for peak, was in zip(peaks, before, strict=True))
+    asked, held = allocator_peaks(lambda: s.kernel.apply(**arguments))
     wanted = moe_ops.workspace_nbytes(
         tokens, 1024, 768, 16, 4, BF16, scheme=scheme, format=form
     )  # fmt: skip
