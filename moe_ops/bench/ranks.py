@@ -1,7 +1,8 @@
 """Expert parallelism on the GPUs of this host: each exchange alone, and whole layers.
 
 One process for each GPU. A time is that of the slowest rank; ranks begin together, for which a
-small exchange runs before each timed replay. Everything timed is in CUDA graphs.
+small exchange runs before each timed replay, once all hosts have launched what follows it.
+Everything timed is in CUDA graphs, and nothing is kept for a backward pass.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ BATCHED, MOST_BATCHED = "symmetric_batched", 128
 BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter", BATCHED)}
 CHAIN, REPLAYS, WARM_UPS = 20, 40, 5
 """Exchanges of a graph that times exchanges; timed and untimed replays."""
+LAUNCHES = 2_000_000
+"""Cycles of a GPU, about 1 ms, in which its host launches a timed replay and the barrier."""
 ONE_GPU = "one GPU"
 COLUMNS = {
     "shape": 14, "scheme": 13, "M": 6, "impl": 24, "send_us": 8, "return_us": 9, "time_us": 9,
@@ -112,6 +115,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     return with_schemes(result.parse_args(arguments))
 
 
+@torch.no_grad()
 def _run(number: int, args: argparse.Namespace, store: str) -> None:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
@@ -309,6 +313,7 @@ def _time(call: Callable[[], Any], rank: Rank) -> list[float]:
     for replay in range(WARM_UPS + REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         evict_cache(rank.device)
+        torch.cuda._sleep(LAUNCHES)  # else a rank waits for another one's host
         rank.barrier()
         start.record()
         graph.replay()
