@@ -58,9 +58,9 @@ class SymmetricPrepareAndFinalize(TokenExchange):
     this rank raise, and the others get no answer from it. Construct the exchange anew on all ranks.
 
     **Gradients.** In grad mode prepare copies what has arrived, so that the window is free for
-    other calls; inference under `torch.no_grad` does not pay for that. The backward pass sends gradients of the results as prepare sends tokens, and
-    returns those of the rows as finalize returns sums. Those of router weights travel in a
-    collective.
+    other calls; inference under `torch.no_grad` does not pay for that. The backward pass sends
+    gradients of the results as prepare sends tokens, and returns those of the rows as finalize
+    returns sums. Those of router weights travel in a collective.
 
     **Token counts.** Ranks may have different numbers of tokens, also 0. The experts get P rows of
     each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
