@@ -141,6 +141,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             self.top_k + chosen.n_shared_experts,
             equal_num_tokens=chosen.equal_num_tokens,
             capacity_factor=chosen.capacity_factor,
+            on_dead_rank=chosen.on_dead_rank,
         )
 
     def forward(

@@ -30,7 +30,7 @@ OF_THE_CONFIG = (
     "tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank", "all2all_backend",
 )  # fmt: skip
 """Options that ``moe_parallel_config`` replaces."""
-OF_EXCHANGES = ("max_num_tokens", "equal_num_tokens", "capacity_factor")
+OF_EXCHANGES = ("max_num_tokens", "equal_num_tokens", "capacity_factor", "on_dead_rank")
 """Options of the exchange of tokens."""
 FORMER = "quant_config"
 """The former name of ``scheme``. Elsewhere it is a `FusedMoEQuantConfig`, of a scheme's tensors."""
@@ -75,9 +75,8 @@ class FusedMoEOptions:
     moe_parallel_config: FusedMoEParallelConfig | None = None
     """Replaces the options above that it has too, which must not contradict it."""
     tp_group: Any = None
-    """The ranks that share the layer, replica by replica: a process group, its name, a `RankGroup`,
-    or a `DeviceMesh` whose ranks they are, such as one of dimensions ``("dp", "tp")``. None: all
-    processes."""
+    """The ranks that share the layer, by replica: a process group, its name, a `RankGroup`, or a
+    `DeviceMesh` of these ranks, such as one of dimensions ``("dp", "tp")``. None: all processes."""
     max_num_tokens: int | None = None
     """The largest number of tokens of a call on any rank, if ranks exchange tokens: what travels is
     padded to it. None: calls agree on a number; see `AllGatherPrepareAndFinalize`."""
@@ -85,8 +84,10 @@ class FusedMoEOptions:
     """All ranks pass equally many tokens in every call, if ranks exchange tokens: nothing is padded
     to ``max_num_tokens``. Another number on a rank is an error on all ranks."""
     capacity_factor: float = 1
-    """The part of ``max_num_tokens`` that a rank has room for from each rank, with the backend
-    ``fixed_capacity``: see `FixedCapacityPrepareAndFinalize`."""
+    """The part of ``max_num_tokens`` for which there is room: `FixedCapacityPrepareAndFinalize`."""
+    on_dead_rank: str = "raise"
+    """With the backend ``symmetric``, "mask": calls go on without ranks that have died, once one of
+    the layers, which share windows, calls ``kernel.prepare_finalize.set_live_ranks``."""
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
@@ -251,12 +252,11 @@ class FusedMoEOptions:
             checks.at_least(1, max_num_tokens=self.max_num_tokens)
         if self.parallel_config().exchanges_tokens:
             return
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name in OF_EXCHANGES and value != option.default:
+        for name in OF_EXCHANGES:
+            default, value = getattr(FusedMoEOptions, name), getattr(self, name)
+            if value != default:
                 raise ValueError(
-                    f"{option.name} must be {option.default} unless ranks exchange tokens, got "
-                    f"{value}"
+                    f"{name} must be {default} unless ranks exchange tokens, got {value}"
                 )
 
     def _check_gate(self) -> None:

@@ -187,13 +187,18 @@ def test_options_that_an_exchange_takes(backend):
     kind = exchange_class(backend)
     assert kind.takes < set(inspect.signature(kind).parameters)
     ranks = {"dp_size": 2, "ep_size": 2, "max_num_tokens": 4, "all2all_backend": backend}
-    for name, value in (("equal_num_tokens", True), ("capacity_factor", 0.5)):
+    values = {"equal_num_tokens": True, "capacity_factor": 0.5, "on_dead_rank": "mask"}
+    for name, value in values.items():
         if name in kind.takes:
-            assert getattr(make(**ranks, **{name: value}).kernel.prepare_finalize, name) == value
+            part = make(**ranks, **{name: value}).kernel.prepare_finalize
+            assert part.layout.masked if name == "on_dead_rank" else getattr(part, name) == value
             continue
         message = f"{name} must be .* unless all2all_backend is one of .*, got {value}"
         with pytest.raises(ValueError, match=message):
             make(**ranks, **{name: value})
+    with pytest.raises(NotImplementedError, match='on_dead_rank must .* 2 ranks .* got "mask"'):
+        made = {**ranks, "ep_size": 4, "tp_size": 2, "all2all_backend": "symmetric"}
+        make(**made, on_dead_rank="mask")
     with pytest.raises(ValueError, match="equal_num_tokens must be False unless ranks .*got True"):
         make(ep_size=2, equal_num_tokens=True)
 

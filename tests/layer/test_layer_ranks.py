@@ -104,6 +104,13 @@ OF_EXCHANGES = [
         {}, {"all2all_backend": "alltoall"},
     ),
     (
+        "on_dead_rank", "raise on rank 0, mask on rank 1",
+        *(
+            {"all2all_backend": "symmetric", "max_num_tokens": 9, "on_dead_rank": x}
+            for x in ("raise", "mask")
+        ),
+    ),
+    (
         "capacity_factor", "1 on rank 0, 0.5",
         *(
             {"all2all_backend": "fixed_capacity", "max_num_tokens": 9, "capacity_factor": x}

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import rank_layers
 import torch
 import torch.distributed as dist
 from conftest import INTERPRETED
@@ -34,8 +35,8 @@ TIMEOUT = 0.2 if INTERPRETED else 3
 """Seconds to wait for the dead rank. A poll of an interpreted kernel counts less than it takes."""
 SYMMETRIC = moe_ops.pipeline.SymmetricPrepareAndFinalize
 BATCHED = moe_ops.pipeline.BatchedSymmetricPrepareAndFinalize
-KINDS = [(SYMMETRIC, False), (SYMMETRIC, True), (BATCHED, False)]
-"""Exchanges, and whether experts have replicas. Interpreted kernels are those of the last two."""
+KINDS = [(SYMMETRIC, True), (BATCHED, False)]
+"""Exchanges, and whether experts have replicas."""
 NAMES = ("hidden_states", "topk_weights", "topk_ids")
 
 
@@ -203,6 +204,61 @@ def check_left_out(rank, ranks, folder, kind, replicas):
     leave(folder, rank)
 
 
+@torch.no_grad()
+def check_layers(rank, ranks, folder):
+    """Layers share windows: what one of their exchanges is told holds for all."""
+    way = {
+        f"{kind}_{name}": n for kind in ("dp", "ep") for name, n in (("size", 4), ("rank", rank))
+    }
+    kept = set(range(rank_layers.E))
+
+    def route(x, logits, k, renormalize):
+        weights, ids = moe_ops.fused_topk(x, logits, k, renormalize)
+        return weights, torch.where(torch.isin(ids, ids.new_tensor([*kept])), ids, -1)
+
+    options = {
+        "all2all_backend": "symmetric",
+        "max_num_tokens": rank_layers.T,
+        "on_dead_rank": "mask",
+    }
+    options |= {"custom_routing_function": route}
+    layers = [rank_layers.layer_of(options, **way) for _ in range(2)]
+    parts = [layer.kernel.prepare_finalize for layer in layers]
+    for part in parts:
+        part.timeout = 60  # the first calls may compile
+    x, logits, _ = (t[mine(COUNTS[ranks], rank)] for t in rank_layers.batch())
+
+    def call(tokens=slice(None)):
+        return layers[1](layers[0](x[tokens], logits[tokens]), logits[tokens])
+
+    call()
+    (windows,) = parts[0].connect(device())
+    windows.timeout = TIMEOUT
+    all_ready()
+    before, there = call(), determine_expert_ranks(ranks, rank_layers.E)
+    kept -= set((there == DEAD).nonzero().flatten().tolist())
+    expected = call(slice(0) if rank == DEAD else slice(None))
+    kept |= set(range(rank_layers.E))
+    assert torch.equal(call(), before)
+    lost = (there.to(device())[route(x, logits, rank_layers.K, True)[1].long()] == DEAD).sum()
+    seen = lost.clone()
+    dist.all_reduce(seen)
+    assert seen and (rank == DEAD or torch.equal(before, expected) == (not lost))
+    die_if(rank)
+    message = "for rank 1, which did not answer; .* are NaN: call set_live_ranks on all live ranks"
+    check_notices(call, message)
+    with pytest.raises(RuntimeError, match=message):
+        parts[1].check()
+    live = [r for r in range(ranks) if r != DEAD]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    group = dist.new_group(live, backend="gloo", use_local_synchronization=True)
+    parts[0].set_live_ranks(live, group)
+    for number in range(1, 3):
+        assert torch.equal(call(), expected)
+        assert [part.num_dropped_slots() for part in parts] == [2 * number * int(lost)] * 2
+    leave(folder, rank)
+
+
 def run_until_killed(check, ranks, backend, *arguments):
     """All ranks but the killed one must complete the check."""
     folder = arguments[0]
@@ -231,9 +287,15 @@ def test_a_killed_rank_is_an_error(ranks, backend, tmp_path):
     run_until_killed(check_raises, ranks, backend, tmp_path)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the protocol is that of the other test")
+@pytest.mark.parametrize("backend", BACKENDS_OF_FOUR)
+def test_layers_leave_a_killed_rank_out(backend, tmp_path):
+    run_until_killed(check_layers, 4, backend, tmp_path)
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("backend", BACKENDS_OF_FOUR)
-@pytest.mark.parametrize(("kind", "replicas"), KINDS[INTERPRETED:])
+@pytest.mark.parametrize(("kind", "replicas"), KINDS)
 def test_a_killed_rank_is_left_out(kind, replicas, backend, tmp_path):
     run_until_killed(check_left_out, 4, backend, tmp_path, kind, replicas)
 
@@ -272,7 +334,9 @@ def test_arguments():
                 exchange_of(kind).set_live_ranks(ranks, None)
         with pytest.raises(ValueError, match='on_dead_rank must be "mask" .* got "raise"'):
             exchange_of(kind, on_dead_rank="raise").set_live_ranks((0,), None)
-    with pytest.raises(ValueError, match='expert_ranks must be given .*"mask", got None'):
+    with pytest.raises(
+        ValueError, match='on_dead_rank must be "raise" unless .*expert_ranks.* got "mask"'
+    ):
         exchange_of(expert_ranks=None)
     with pytest.raises(ValueError, match="group must be given to EplbState.make .*, got None"):
         EplbState.make(1, 4, 0).set_live_ranks((0,))

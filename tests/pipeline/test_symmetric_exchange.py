@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops.parallel import determine_expert_ranks
-from moe_ops.pipeline.exchange.base import Outgoing
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.exchange.records import Outgoing
 
 E, K, ROOM = PROBLEM.num_experts, PROBLEM.top_k, 9
 FEW = ("unquantized", "fp8_tensor_static", "fp8_block128", "int8_channel", "nvfp4")

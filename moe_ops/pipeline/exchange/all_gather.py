@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.pipeline.exchange.messages import (
     bytes_of_fp8,
     message_of,
@@ -14,6 +14,7 @@ from moe_ops.pipeline.exchange.messages import (
     parts_of,
     sum_of_ranks,
 )
+from moe_ops.pipeline.exchange.records import Arrived, Outgoing
 from moe_ops.pipeline.prepare_finalize import Receiver
 
 

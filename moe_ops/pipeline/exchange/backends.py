@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.exchange.base import Needs, TokenExchange
+from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.exchange.records import Needs
 
 EXCHANGES = {
     "allgather_reducescatter": ("all_gather", "AllGatherPrepareAndFinalize"),
@@ -51,6 +52,7 @@ def exchange_of(
     Raises:
         ValueError: an exchange that needs ``max_num_tokens`` without it; an option that the
             exchange does not take.
+        NotImplementedError: ``on_dead_rank`` "mask" where ranks of a replica have the same tokens.
     """
     parallel = config.moe_parallel_config
     backend, count = parallel.all2all_backend, parallel.replica_size
@@ -70,6 +72,11 @@ def exchange_of(
     exchange = kind.make(needs)
     if count == 1:
         return exchange
+    if needs.on_dead_rank != "raise":
+        raise NotImplementedError(
+            f'on_dead_rank must be "raise" where {count} ranks have the same tokens, whose results '
+            f'travel in a collective of these, got "{needs.on_dead_rank}"'
+        )
     replicas = _class("replicas", "ReplicaExchange")
     return replicas(exchange, parallel.layer_rank, count, max_num_tokens)
 

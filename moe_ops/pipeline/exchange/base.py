@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from moe_ops.gradients import refuse
 from moe_ops.pipeline.checking import is_capturing
 from moe_ops.pipeline.exchange.gradients import SentBack, with_history
 from moe_ops.pipeline.exchange.groups import RankGroup, check_equal_scales
+from moe_ops.pipeline.exchange.records import Arrived, Needs, Outgoing
 from moe_ops.pipeline.formats import (
-    ExpertTokensMetadata,
     FusedMoEActivationFormat,
     PrepareResult,
 )
@@ -33,66 +33,6 @@ from moe_ops.pipeline.token_rows import quantize_tokens, weighted_rows
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
 from moe_ops.scheme import FusedMoEQuantConfig, Quant
 from moe_ops.tensors import Routing
-
-
-class Needs(NamedTuple):
-    """What an exchange of a layer is made from: arguments of exchanges, by their names."""
-
-    group: RankGroup
-    max_num_tokens: int | None
-    """The largest number of tokens that any rank passes; None: not known."""
-    expert_ranks: Tensor | None
-    """int32 ``(E,)``: the rank that holds each expert; None: not known."""
-    hidden_size: int
-    """H of the rows."""
-    top_k: int
-    """Slots of a token."""
-    dtype: torch.dtype
-    """Dtype of the activations."""
-    share: str = "layers"
-    """Layers whose exchanges have the same name share memory: see `SymmetricPrepareAndFinalize`."""
-    equal_num_tokens: bool = False
-    """See `TokenExchange`."""
-    capacity_factor: float = 1
-    """See `FixedCapacityPrepareAndFinalize`."""
-
-
-class Outgoing(NamedTuple):
-    """The tokens of this rank, and how their rows are made before they travel."""
-
-    a1: Tensor
-    """``(T, H)``."""
-    topk_weights: Tensor
-    """``(T, k)``."""
-    topk_ids: Tensor
-    """``(T, k)``, global experts."""
-    num_experts: int
-    expert_map: Tensor | None
-    """The experts of this rank."""
-    on_input: bool
-    """Whether rows are multiplied by their router weight (k = 1) before they travel."""
-    quant_config: FusedMoEQuantConfig
-    quant: Quant | None
-    """How rows are quantized before they travel; None: they are not."""
-    everywhere: bool
-    """Whether every rank needs all rows, because it computes one scale for them."""
-    lora_ids: Tensor | None = None
-    """int32 ``(T, 1)``: the tokens' adapters; None: nothing of adapters travels."""
-    recorded: bool = False
-    """Whether a backward pass may follow: what arrives is then `kept` and `arranged`."""
-
-
-class Arrived(NamedTuple):
-    """The tokens that have arrived, from all ranks."""
-
-    rows: Tensor
-    scale: Tensor | None
-    topk_weights: Tensor
-    topk_ids: Tensor
-    lora_ids: Tensor | None = None
-    """As in `Outgoing`; rows that are no tokens have no expert, whatever stands here."""
-    meta: ExpertTokensMetadata | None = None
-    """Counts of the experts' rows, in the Batched format."""
 
 
 class TokenExchange(FusedMoEPrepareAndFinalizeModular):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.pipeline.checking import is_checking
-from moe_ops.pipeline.exchange.base import Outgoing
 from moe_ops.pipeline.exchange.one_copy import Copies, OneCopyExchange
+from moe_ops.pipeline.exchange.records import Outgoing
 
 
 class FixedCapacityPrepareAndFinalize(OneCopyExchange):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ops import ops
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.windows import WindowLayout, Windows
 
@@ -187,3 +188,14 @@ def _gathered(group: Any, value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
+
+
+def out_of_window(used: Tensor, rows: Tensor, *others: Tensor) -> list[Tensor]:
+    """Copy rows out of a window, with zeros for those that are not ``used``, and all of the others.
+
+    An operator does so: compilers drop a `clone` of a result, and may compute it later.
+    """
+    row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    end = row.new_full((2,), rows.shape[0], dtype=torch.int64)
+    copied = ops.gather_rows(rows, torch.where(used, row, -1), end, 1)
+    return [copied, *(ops.gather_rows(x, row, end, 1) for x in others)]

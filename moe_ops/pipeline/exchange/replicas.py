@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.exchange.base import TokenExchange
+from moe_ops.pipeline.exchange.records import Arrived, Outgoing
 from moe_ops.pipeline.prepare_finalize import Receiver
 
 

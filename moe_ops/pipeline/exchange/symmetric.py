@@ -18,7 +18,7 @@ from moe_ops.pipeline.exchange.base import (
     TokenExchange,
 )
 from moe_ops.pipeline.exchange.groups import check_expert_ranks
-from moe_ops.pipeline.exchange.memory import allocate, restart
+from moe_ops.pipeline.exchange.memory import allocate, out_of_window, restart
 from moe_ops.pipeline.exchange.messages import sum_of_ranks
 from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.sizes import MAX_EXPERTS
@@ -106,7 +106,15 @@ class SymmetricPrepareAndFinalize(TokenExchange):
     """
 
     takes = frozenset(
-        {"hidden_size", "top_k", "dtype", "expert_ranks", "equal_num_tokens", "share"}
+        {
+            "hidden_size",
+            "top_k",
+            "dtype",
+            "expert_ranks",
+            "equal_num_tokens",
+            "share",
+            "on_dead_rank",
+        }
     )
     max_num_tokens: int
 
@@ -135,7 +143,10 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         if expert_ranks is not None:
             check_expert_ranks(expert_ranks, self.group.size)
         elif on_dead_rank == "mask":
-            raise ValueError('expert_ranks must be given with on_dead_rank "mask", got None')
+            raise ValueError(
+                'on_dead_rank must be "raise" unless each expert is on one rank, that of '
+                'expert_ranks, got "mask"'
+            )
         itemsize = (dtype or torch.get_default_dtype()).itemsize
         layout = WindowLayout(self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
         self.layout = layout._replace(masked=on_dead_rank == "mask")
@@ -301,7 +312,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         """
         ids = arrived.topk_ids
         taken = arrived.rows, arrived.topk_weights, ids
-        rows, weights, copied = _out_of_window(self._are_here(ids), *taken)
+        rows, weights, copied = out_of_window(self._are_here(ids), *taken)
         if not torch.compiler.is_compiling():
             self._begin(next(w for w in self._windows if w.in_flight() is ids), copied)
         return arrived._replace(rows=rows, topk_weights=weights, topk_ids=copied)
@@ -340,7 +351,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             "",
         )
         self._check_done(windows)
-        (gradients,) = _out_of_window(self._are_here(topk_ids), arrived)
+        (gradients,) = out_of_window(self._are_here(topk_ids), arrived)
         return lambda: gradients
 
     def send_gradients_back(
@@ -437,14 +448,3 @@ class SymmetricPrepareAndFinalize(TokenExchange):
                 setattr(windows, use, nothing)
                 return windows
         return None
-
-
-def _out_of_window(used: Tensor, rows: Tensor, *others: Tensor) -> list[Tensor]:
-    """Copy rows out of a window, with zeros for those that are not ``used``, and all of the others.
-
-    An operator does so: compilers drop a `clone` of a result, and may compute it later.
-    """
-    row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-    end = row.new_full((2,), rows.shape[0], dtype=torch.int64)
-    copied = ops.gather_rows(rows, torch.where(used, row, -1), end, 1)
-    return [copied, *(ops.gather_rows(x, row, end, 1) for x in others)]

@@ -12,7 +12,7 @@ from moe_ops import checks, ops
 from moe_ops.pipeline.batched_gradients import Places, dispatched
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize, mapped_ids
 from moe_ops.pipeline.checking import check_none_dropped
-from moe_ops.pipeline.exchange.base import Arrived, Outgoing
+from moe_ops.pipeline.exchange.records import Arrived, Outgoing
 from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.pipeline.prepare_finalize import Receiver
