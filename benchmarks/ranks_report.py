@@ -1,4 +1,4 @@
-"""The record of `python -m moe_ops bench --ranks 2` as Markdown tables."""
+"""The records of `python -m moe_ops bench --ranks 2` (or 4) as Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from report import markdown, source
 
 ONE, GATHER, DIRECT = "one GPU", "allgather_reducescatter", "symmetric"
+BATCHED = "symmetric_batched"
 LEGEND = """\
 Each rank has as many tokens as the column says. Dispatch and combine: microseconds, from the least
 to the most of all layers. Ratios are geometric means over the layers, and in brackets from the
@@ -25,14 +26,14 @@ def report(records: list[Record]) -> str:
 
 
 def _parts(record: Record) -> list[str]:
-    rows = record["rows"]
+    rows, ranks = record["rows"], max(row["ranks"] for row in record["rows"])
     schemes = sorted({row["scheme"] for row in rows})
     layers = [f"`{s}`:\n\n{_layers([r for r in rows if r['scheme'] == s])}" for s in schemes]
-    return [source(record), _exchanges(rows), TIMES_LEGEND, *layers]
+    return [f"## {ranks} GPUs", source(record), _exchanges(rows, ranks), TIMES_LEGEND, *layers]
 
 
-def _exchanges(rows: list[Record]) -> str:
-    """Dispatch and combine of both exchanges, and what they do to the layer's time."""
+def _exchanges(rows: list[Record], ranks: int) -> str:
+    """Dispatch and combine of the exchanges, and what they do to the layer's time."""
     tokens = sorted({row["M"] for row in rows})
 
     def spread(impl: str, part: str) -> list[str]:
@@ -41,9 +42,10 @@ def _exchanges(rows: list[Record]) -> str:
     def ratio(measure: str, over: str, under: str) -> list[str]:
         values = {(r["impl"], r["M"], r["scheme"], r["shape"]): r[measure] for r in rows}
         layers = {(r["scheme"], r["shape"]) for r in rows}
+        pairs = {m: [(over, m, *layer) for layer in layers] for m in tokens}
         return [
-            _mean([values[(over, m, *layer)] / values[(under, m, *layer)] for layer in layers])
-            for m in tokens
+            _mean([values[key] / values[(under, *key[1:])] for key in keys if key in values])
+            for keys in pairs.values()
         ]
 
     lines = [
@@ -52,7 +54,8 @@ def _exchanges(rows: list[Record]) -> str:
         [f"combine, `{DIRECT}`", *spread(DIRECT, "return_us")],
         [f"combine, `{GATHER}`", *spread(GATHER, "return_us")],
         [f"time of a layer, `{DIRECT}` over `{GATHER}`", *ratio("time_us", DIRECT, GATHER)],
-        ["tokens/s of two GPUs over one", *ratio("tokens_per_s", DIRECT, ONE)],
+        [f"time of a layer, `{BATCHED}` over `{DIRECT}`", *ratio("time_us", BATCHED, DIRECT)],
+        [f"tokens/s of {ranks} GPUs over one", *ratio("tokens_per_s", DIRECT, ONE)],
     ]
     return markdown(["tokens of a rank:", *map(str, tokens)], lines, labels=1)
 
@@ -77,4 +80,6 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _mean(values: list[float]) -> str:
+    if not values:  # not for so many tokens
+        return ""
     return f"{geometric_mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"

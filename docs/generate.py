@@ -421,7 +421,7 @@ PAGES = {
     "overheads": lambda: report.overheads_report(report.read_records(RESULTS, "overheads.json")),
     "whole_models": whole_models,
     "finetuning": finetuning,
-    "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks.json")),
+    "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks_*.json")),
     "tuning": lambda: tuning_report.report(report.read_records(RESULTS, "tuning.json")),
     "training": lambda: training_report.report(report.read_records(RESULTS, "training.json")),
     "training_ranks": lambda: training_report.over_ranks(

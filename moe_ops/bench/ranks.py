@@ -121,7 +121,7 @@ def _run(number: int, args: argparse.Namespace, store: str) -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", f"file://{store}", rank=number, world_size=args.ranks)
     rank = Rank(number, args.ranks, device, _barrier(args.ranks, device))
-    path = record_path(args.output, "ranks.json")
+    path = record_path(args.output, f"ranks_{args.ranks}.json")
     rows, head = [], True
     for problem in args.problems:
         for scheme in args.schemes:
