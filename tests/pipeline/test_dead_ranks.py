@@ -31,8 +31,9 @@ P, LOGICAL, K, ROOM, DEAD = 8, PROBLEM.num_experts, PROBLEM.top_k, 9, 1
 PLACEMENT = [0, 1, 2, 3, 4, 5, 2, 0]
 """The logical expert of each physical one: of both on rank 1 of four, one has a replica."""
 COUNTS = {2: (7, 4), 4: (3, 4, 1, 3)}
-TIMEOUT = 0.2 if INTERPRETED else 3
-"""Seconds to wait for the dead rank. A poll of an interpreted kernel counts less than it takes."""
+TIMEOUT = 3
+"""Seconds to wait for the dead rank."""
+MESSAGE = "for rank 1, which did not answer; .* are NaN: call set_live_ranks on all live ranks"
 SYMMETRIC = moe_ops.pipeline.SymmetricPrepareAndFinalize
 BATCHED = moe_ops.pipeline.BatchedSymmetricPrepareAndFinalize
 KINDS = [(SYMMETRIC, True), (BATCHED, False)]
@@ -52,8 +53,6 @@ def kernels_of(rank, ranks, kind, placement, **options):
     plain = moe_ops.pipeline.TritonExperts(config, s.config)
     experts = plain
     if kind is BATCHED:
-        if INTERPRETED:
-            one_program()
         experts = moe_ops.pipeline.BatchedTritonExperts(config, s.config, ROOM, ranks)
     w1, w2 = (w[placement][held] for w in (s.inputs.w1, s.inputs.w2))
     call = s.arguments(w1=w1, w2=w2, expert_map=expert_map.to(device()), topk_ids=ids)
@@ -148,9 +147,23 @@ def replayed(kernel, static):
     return replay
 
 
+def check_waits_in_vain(call, part):
+    """The call names the rank that did not answer."""
+    (windows,) = part.connect(device())
+    if INTERPRETED:  # a poll counts less than it takes
+        windows.timeout = 0.02
+    check_notices(call, MESSAGE)
+    windows.timeout = TIMEOUT
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        part.check()
+
+
 @torch.no_grad()
-def check_left_out(rank, ranks, folder, kind, replicas):
-    """The live ranks go on with the same graph, and count the slots that they leave out."""
+def kernel_goes_on(rank, ranks, kind, replicas):
+    """The live ranks go on with the same graph, and count the slots that they leave out.
+
+    At its ``yield`` a rank dies.
+    """
     live = [r for r in range(ranks) if r != DEAD]
     placement = PLACEMENT if replicas else [*range(P)]
     kernel, gather, own = kernels_of(rank, ranks, kind, placement, on_dead_rank="mask")
@@ -179,13 +192,10 @@ def check_left_out(rank, ranks, folder, kind, replicas):
     assert seen[0] and (seen[1] or not replicas), "the test has no slots of the dead rank"
     static["topk_ids"].copy_(routing.ids())
     assert torch.equal(call(), before) and part.num_dropped_slots() == 0
-    die_if(rank)
-    message = "for rank 1, which did not answer; .* are NaN: call set_live_ranks on all live ranks"
-    check_notices(call, message)
-    with pytest.raises(RuntimeError, match=message):
-        part.check()
+    yield
+    check_waits_in_vain(call, part)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=MESSAGE):
             kernel.apply(**static)
     backend = dist.get_backend() if device().type == "cpu" else "gloo"
     if rank == 0:  # its steps are then not those of the other ranks
@@ -201,11 +211,10 @@ def check_left_out(rank, ranks, folder, kind, replicas):
     assert replicas or not torch.equal(before[changed], expected[changed]) or not changed.any()
     assert torch.equal(kernel.apply(**static), expected)
     part.check()
-    leave(folder, rank)
 
 
 @torch.no_grad()
-def check_layers(rank, ranks, folder):
+def layers_go_on(rank, ranks):
     """Layers share windows: what one of their exchanges is told holds for all. Two ranks go."""
     way = {
         f"{kind}_{name}": n for kind in ("dp", "ep") for name, n in (("size", 4), ("rank", rank))
@@ -251,11 +260,8 @@ def check_layers(rank, ranks, folder):
     for dead, (out, slots) in zip(deaths, expected, strict=True):
         assert rank in dead or torch.equal(out, before) == (slots == 0)
     assert rank != 0 or expected[0][1] > 0, "the test has no slots of the dead rank"
-    die_if(rank)
-    message = "for rank 1, which did not answer; .* are NaN: call set_live_ranks on all live ranks"
-    check_notices(call, message)
-    with pytest.raises(RuntimeError, match=message):
-        parts[1].check()
+    yield
+    check_waits_in_vain(call, parts[1])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dropped = 0
     for dead, (out, slots) in zip(deaths, expected, strict=True):
@@ -268,6 +274,19 @@ def check_layers(rank, ranks, folder):
             assert torch.equal(call(), out)
             dropped += slots
             assert [part.num_dropped_slots() for part in parts] == [dropped] * 2
+
+
+def check_left_out(rank, ranks, folder):
+    """All cases with one death, since processes take long to start."""
+    if INTERPRETED:
+        one_program()
+    cases = [kernel_goes_on(rank, ranks, *kind) for kind in KINDS]
+    cases += [] if INTERPRETED else [layers_go_on(rank, ranks)]
+    for case in cases:
+        next(case)
+    die_if(rank)
+    for case in cases:
+        next(case, None)
     leave(folder, rank)
 
 
@@ -299,17 +318,10 @@ def test_a_killed_rank_is_an_error(ranks, backend, tmp_path):
     run_until_killed(check_raises, ranks, backend, tmp_path)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the protocol is that of the other test")
-@pytest.mark.parametrize("backend", BACKENDS_OF_FOUR)
-def test_layers_leave_a_killed_rank_out(backend, tmp_path):
-    run_until_killed(check_layers, 4, backend, tmp_path)
-
-
 @pytest.mark.kernel
 @pytest.mark.parametrize("backend", BACKENDS_OF_FOUR)
-@pytest.mark.parametrize(("kind", "replicas"), KINDS)
-def test_a_killed_rank_is_left_out(kind, replicas, backend, tmp_path):
-    run_until_killed(check_left_out, 4, backend, tmp_path, kind, replicas)
+def test_a_killed_rank_is_left_out(backend, tmp_path):
+    run_until_killed(check_left_out, 4, backend, tmp_path)
 
 
 def test_live_replicas():
