@@ -217,4 +217,5 @@ def test_parts_of_experts_need_every_token():
         "allgather_reducescatter": 3, "symmetric": 3,
     }  # fmt: skip
     text = str(moe_ops.explain(config, "unquantized", num_tokens=[64]))
+    assert "Batched format: never chosen" in text
     assert "least rows over 4 ranks: 3.00 if all" in text and "3.00 for one to each" in text
