@@ -24,6 +24,7 @@ from sample_gates import (  # noqa: E402
     limited_far_out,
     limited_in_code,
     limited_product,
+    lost_far_out,
     of_a_buffer,
     of_gate_and_up,
     of_the_config,
@@ -122,6 +123,7 @@ GATES = [
     (limited_in_code, {}, None),
     (limited_in_code, {"act_fn": ACT2FN["gelu"]}, None),
     (limited_far_out, {}, None),
+    (lost_far_out, {}, None),
     (limited_below, {}, None),
     (limited_product, {}, None),
     (zero_near_zero, {}, None),
@@ -154,7 +156,7 @@ def test_a_gate_is_fused_only_when_it_is_ours(gate, attributes, key, monkeypatch
     assert error <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("own", ["hook", "forward", "hook inside", "forward inside"])
+@pytest.mark.parametrize("own", ["hook", "pre-hook", "forward", "hook inside", "forward inside"])
 @torch.no_grad()
 def test_an_activation_that_does_more_than_its_class_runs(own):
     """Also a module inside."""
@@ -164,7 +166,9 @@ def test_an_activation_that_does_more_than_its_class_runs(own):
     else:
         experts = Experts(Config)
         experts.act_fn = act_fn = nn.SiLU()
-    if "hook" in own:
+    if own == "pre-hook":
+        act_fn.register_forward_pre_hook(lambda _, args: 2 * args[0])
+    elif "hook" in own:
         act_fn.register_forward_hook(lambda *_: 2 * _[2])
     else:
         act_fn.forward = lambda x: 2 * nn.functional.silu(x)

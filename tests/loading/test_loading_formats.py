@@ -159,6 +159,25 @@ def test_blocks_that_reach_from_gate_into_up():
     assert torch.equal(numbers(layer)[0], moe_ops.dequantize_weight(q, "fp8_block128"))
 
 
+def test_blocks_of_up_that_begin_within_those_of_the_source():
+    """200 rows of each, padded to 256 in the layer: 128 rows of up lie in two blocks of four."""
+    scheme, width = "fp8_block128", 200
+    experts = Experts.random(2, 128, width).quantized(scheme)
+    source = {
+        "experts.gate_up_proj": torch.cat((experts.gate.data, experts.up.data), 1),
+        "experts.gate_up_proj_scale_inv": torch.full((2, 4, 1), 0.5),
+        "experts.down_proj": experts.down.data, "experts.down_proj_scale_inv": experts.down.scale,
+    }  # fmt: skip
+    layer = moe_ops.FusedMoE(2, 1, 128, width, scheme=scheme)
+    moe_ops.load_checkpoint(layer, source, progress=False)
+    gate, up = (q.data.float() / 2 for q in experts[:2])
+    w13 = numbers(layer)[0]
+    assert torch.equal(w13[:, :width], gate) and torch.equal(w13[:, 256 : 256 + width], up)
+    source["experts.gate_up_proj_scale_inv"][1, 3] = 1
+    with pytest.raises(ValueError, match="blocks of 128 rows must not reach from the 200 gate r"):
+        moe_ops.load_checkpoint(layer, source, progress=False)
+
+
 @pytest.mark.parametrize("scheme", ["int8_channel", "int8_w8a16", "fp8_channel"])
 def test_channels_of_compressed_tensors(scheme):
     experts = Experts.random(E, H, I).quantized(scheme)
@@ -290,6 +309,23 @@ def test_mxfp4_of_gpt_oss():
     moe_ops.load_checkpoint(plain, source, progress=False, layout="gpt_oss")
     wanted = expected(experts, "mxfp4_w4a16", plain, slice(None))
     assert all(map(torch.equal, numbers(plain), wanted))
+
+
+def test_square_scales_of_gpt_oss():
+    """Scales named ``scales`` are never transposed, whatever the layout says of weights."""
+    experts = Experts.random(2, 32, 1024).quantized("mxfp4_w4a16")
+    gate, up, down = experts
+    assert down.scale.shape == (2, 32, 32)
+    source = {
+        "gate_up_proj_blocks": torch.cat((gate.data, up.data), 1).unflatten(2, (-1, 16)),
+        "gate_up_proj_scales": torch.cat((gate.scale, up.scale), 1),
+        "down_proj_blocks": down.data.unflatten(2, (-1, 16)), "down_proj_scales": down.scale,
+    }  # fmt: skip
+    layer = moe_ops.FusedMoE(2, 1, 32, 1024, scheme="mxfp4_w4a16")
+    layout = moe_ops.loading.CheckpointLayout(transposed=True)
+    moe_ops.load_checkpoint(layer, source, progress=False, layout=layout)
+    wanted = expected(experts, "mxfp4_w4a16", layer, slice(None))
+    assert all(map(torch.equal, numbers(layer), wanted))
 
 
 def test_mxfp4_as_bytes_with_a_sign():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoints import Experts, per_expert
+from checkpoints import Experts, fused, per_expert
 
 import moe_ops
 
@@ -157,6 +157,17 @@ def test_quantized_side_by_side(scheme, width):
     assert torch.equal(w13[:, :width].flatten(0, 1), gate)
     assert torch.equal(w13[:, width:].flatten(0, 1), up)
     assert torch.equal(torch.cat(list(w2), 1), down)
+
+
+@pytest.mark.parametrize("layout", ["auto", "llama4"])
+def test_beside_transposed_experts(layout):
+    """As in Llama 4: shared experts have rows as rows, also if they come first."""
+    layer, experts = make(shared_expert_gate=True), Experts.random(E, H, I)
+    source = {name: x for name, x in source_of().items() if "experts." not in name}
+    source |= fused(experts, transposed=True, prefix=BLOCK + "experts.")
+    assert load(layer, source, layout=layout).is_complete and holds(layer)
+    assert torch.equal(layer.w2_weight[:E], experts.down)
+    assert torch.equal(layer.w13_weight[:E], torch.cat(experts[:2], 1))
 
 
 def test_blocks_that_two_experts_share_are_refused():

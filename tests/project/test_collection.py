@@ -19,7 +19,11 @@ from conftest import (
     shown_by_others,
 )
 from pairwise import half_exhaustive
+from strategies import quants, weights_under
 from table_items import every_row
+
+from moe_ops import get_scheme
+from moe_ops.scheme import refusal
 
 
 def item(name, arch, marks=("aot",), **params):
@@ -76,6 +80,13 @@ def test_every_two_values_meet_in_half_of_the_product():
         pairs = {(row[i], row[j]) for row in kept}
         assert pairs == set(product(factors[i], factors[j]))
     assert not any(case.marks for case in half_exhaustive(*factors, where=False))
+
+
+def test_weights_are_drawn_of_all_that_operators_compute():
+    for scheme in ("unquantized", "fp8_channel", "mxfp4"):
+        activation = get_scheme(scheme).activation
+        weights = tuple(w for w in quants() if refusal(activation, w) is None)
+        assert weights and weights_under(activation) == weights
 
 
 def test_items_that_cannot_run_here_are_left_out():

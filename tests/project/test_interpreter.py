@@ -3,11 +3,13 @@
 import functools
 import operator
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from conftest import INTERPRETED
+from triton.runtime import interpreter
 
 pytestmark = pytest.mark.kernel
 
@@ -214,3 +216,13 @@ def test_types_of_numbers_and_shapes_of_sums(run_device):
 def test_no_access_leaves_its_tensor(x, out):
     with pytest.raises(Exception, match="leaves its"):
         _convert[(1,)](x, out, N=4)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="handles are the interpreter's")
+def test_numbers_are_no_wider_than_their_type():
+    handle = interpreter.TensorHandle
+    types = ((tl.int1, np.int16), (tl.int32, np.int64), (tl.bfloat16, np.float32))
+    for dtype, wide in (*types, (tl.float8e4nv, np.float16)):
+        with pytest.raises(ValueError, match="exceeds dtype primitive_bitwidth"):
+            handle(np.zeros(2, wide), dtype)
+    assert handle(np.zeros(2, bool), tl.int1).dtype is tl.int1

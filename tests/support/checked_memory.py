@@ -80,14 +80,18 @@ class Memory:
         self.accesses += 1
         if self.accesses > MOST_ACCESSES:
             raise IndexError(f"{self.kernel} accesses memory more than {MOST_ACCESSES} times")
-        active = np.broadcast_to(np.asarray(mask.data, dtype=bool), pointers.data.shape)
+        active = np.asarray(mask.data, dtype=bool)
+        if active.shape != pointers.data.shape:
+            active = np.broadcast_to(active, pointers.data.shape)
         used = pointers.data[active]
         numbers = used >> np.uint64(BITS)
-        one = used.size and (numbers == numbers[0]).all()  # nearly always, and faster than sorting
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        for number in numbers[:1] if one else np.unique(numbers):
-            mine = numbers == number
-            used[mine] = self.located(used[mine], int(number), size)
+        if used.size and (numbers == numbers[0]).all():  # nearly always, and faster than sorting
+            used = self.located(used, int(numbers[0]), size)
+        else:
+            for number in np.unique(numbers):
+                mine = numbers == number
+                used[mine] = self.located(used[mine], int(number), size)
         real = np.zeros_like(pointers.data)
         real[active] = used
         return interpreter.TensorHandle(real, pointers.dtype)

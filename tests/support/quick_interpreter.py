@@ -19,6 +19,7 @@ from triton.runtime import interpreter
 
 INTEGERS = {tl.int1, tl.int8, tl.int16, tl.int32, tl.int64}
 UNSIGNED = {tl.uint8, tl.uint16, tl.uint32, tl.uint64}
+FLOATS = {tl.float16, tl.bfloat16, tl.float32, tl.float64}
 WIDE = {id(dtype) for dtype in (*INTEGERS, *UNSIGNED, tl.float32)}
 """Types that every operator computes in, by identity: hashing a type takes longer."""
 NUMPY = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32}
@@ -49,29 +50,50 @@ def _patch_numpy_types() -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
+def _patch_handles() -> None:
+    """Compare the sizes of a handle's numbers and of their type in one step."""
+    handle, check = interpreter.TensorHandle, interpreter.TensorHandle.__post_init__
+    sizes = {id(dtype): dtype.primitive_bitwidth // 8 for dtype in (*INTEGERS, *UNSIGNED, *FLOATS)}
+    sizes[id(tl.int1)] = 1
+
+    def check_size(self):
+        if self.data.itemsize > sizes.get(id(self.dtype), 0):
+            check(self)
+
+    handle.__post_init__ = check_size
+
+
 def _patch_lazy_types() -> None:
     """Name a block's type, and type a tuple, when somebody asks: for most values nobody does.
 
-    Shapes are few: blocks of one shape, and their types, share it.
+    Shapes are few: blocks of one shape, and their types, share it. By its identity it is found in
+    half the time.
     """
     core = tl.core
 
     @functools.lru_cache(maxsize=None, typed=True)  # a size of 4.0 is no size
     def sizes_of_type(*shape):
         sizes = core.tuple(shape)
-        return sizes, core.validate_block_shape(sizes)
+        entry = sizes, core.validate_block_shape(sizes), sizes_of_tensor(*shape)
+        by_identity[id(sizes)] = by_identity[id(entry[2][0])] = entry
+        return entry
 
     @functools.cache
     def sizes_of_tensor(*shape):
         return core.tuple([core.constexpr(s) for s in shape]), core.constexpr(math.prod(shape))
 
+    by_identity, of_scalar = {}, sizes_of_tensor()
+
     def init_block_type(self, element_ty, shape):
+        entry = by_identity.get(id(shape))
         self.element_ty = element_ty
-        self.shape, self.numel = sizes_of_type(*map(core._unwrap_if_constexpr, shape))
+        self.shape, self.numel, self.of_tensor = entry or sizes_of_type(
+            *map(core._unwrap_if_constexpr, shape)
+        )
 
     def init_tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = sizes_of_tensor(*(type.shape if type.is_block() else ()))
+        self.shape, self.numel = type.of_tensor if type.is_block() else of_scalar
 
     def init_tuple(self, args, type=None):
         self.values = list(args)
@@ -91,12 +113,13 @@ def _patch_lazy_types() -> None:
 
 
 def _patch_common_cases() -> None:
-    """Return at once what is no constant, and that a type is itself.
+    """Return at once what is no constant, what is a tensor or of a type, and that a type is itself.
 
     Such questions took a fifth of the time.
     """
     core, semantic = tl.core, interpreter.TritonSemantic
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    convert, make = semantic.cast, semantic.to_tensor
     types = (core.tensor, core.dtype, core.block_type, core.pointer_type)
     plain = {int, float, bool, str, type(None), *types}
 
@@ -109,6 +132,14 @@ def _patch_common_cases() -> None:
     def dtype_eq(self, other):
         return self is other or equal(self, other)
 
+    def cast(self, input, dst_ty, fp_downcast_rounding=None):
+        if input.dtype is dst_ty:
+            return input
+        return convert(self, input, dst_ty, fp_downcast_rounding)
+
+    def to_tensor(self, x, check_type=True):
+        return x if type(x) is core.tensor else make(self, x, check_type)
+
     def patch_attr(obj, name, member, builder, scope):
         """Call the function itself: its wrapper checks for the argument that is passed here."""
         function, own = getattr(member, "__wrapped__", member), semantic(builder)
@@ -118,6 +149,7 @@ def _patch_common_cases() -> None:
 
         scope.set_attr(obj, name, called)
 
+    semantic.cast, semantic.to_tensor = cast, to_tensor
     interpreter._patch_attr = patch_attr
     core._unwrap_if_constexpr = unwrap_if_constexpr
     core.dtype.__eq__ = dtype_eq
@@ -316,6 +348,7 @@ def install() -> None:
     """Patch the interpreter of this process, after what mends it."""
     _skip_overflow_checks()
     _patch_numpy_types()
+    _patch_handles()
     _patch_lazy_types()
     _patch_common_cases()
     _patch_shapes()

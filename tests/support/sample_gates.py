@@ -66,6 +66,11 @@ def limited_far_out(self, rows):
     return self.act_fn(gate) * up.clamp(max=1e30)
 
 
+def lost_far_out(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return self.act_fn(gate) * up.where((up < 2.0**70) | (up > 2.0**100), 0)
+
+
 def limited_below(self, rows):
     gate, up = rows.chunk(2, dim=-1)
     return self.act_fn(gate) * up.clamp(min=-100.0)

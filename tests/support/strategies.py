@@ -76,8 +76,9 @@ def quants() -> tuple[Quant, ...]:
 
 @cache
 def weights_under(activation: Quant | None) -> tuple[Quant, ...]:
-    """Weights that operators compute with such activations."""
-    return tuple(w for w in quants() if refusal(activation, w) is None)
+    """Weights that operators compute with such activations: some of those of plain rows."""
+    weights = quants() if activation is None else weights_under(None)
+    return tuple(w for w in weights if refusal(activation, w) is None)
 
 
 @st.composite
