@@ -19,8 +19,10 @@ CACHED = 2**20
 """Bytes of the largest weight that is copied whole."""
 WIDENED = 2**19
 """Numbers of a weight that are widened at a time."""
+LINE = 64
+"""Bytes of a cache line. Where experts do not begin at one, a copy would have other products."""
 LANES = 32
-"""The rows of a piece are a multiple of this, so that its products are those of the whole weight"""
+"""The rows of a piece are a multiple of this, so that its products are those of the whole weight."""
 
 
 def plain_product(weight: Tensor, dtype: torch.dtype, batch_invariant: bool) -> Product:
@@ -32,7 +34,8 @@ def plain_product(weight: Tensor, dtype: torch.dtype, batch_invariant: bool) -> 
         batch_invariant: see `multiply`.
     """
     _, n, k = weight.shape
-    if weight.dtype == dtype and n * k * dtype.itemsize > CACHED:
+    nbytes = n * k * dtype.itemsize
+    if weight.dtype == dtype and (nbytes > CACHED or nbytes % LINE):
         w_EKN = weight.mT
 
         def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
