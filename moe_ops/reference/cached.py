@@ -22,7 +22,7 @@ WIDENED = 2**19
 LINE = 64
 """Bytes of a cache line. Where experts do not begin at one, a copy would have other products."""
 LANES = 32
-"""The rows of a piece are a multiple of this, so that its products are those of the whole weight."""
+"""Rows of a piece, or a multiple: its products are then those of the whole weight."""
 
 
 def plain_product(weight: Tensor, dtype: torch.dtype, batch_invariant: bool) -> Product:
