@@ -22,7 +22,7 @@ WIDENED = 2**19
 LINE = 64
 """Bytes of a cache line. Where experts do not begin at one, a copy would have other products."""
 LANES = 32
-"""Rows of a piece, or a multiple: its products are then those of the whole weight."""
+"""Pieces have a multiple of this many rows: other rows have other bits than in the whole weight."""
 
 
 def plain_product(weight: Tensor, dtype: torch.dtype, batch_invariant: bool) -> Product:
