@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference import onednn
 from moe_ops.reference.grouped import Columns, Epilogue, grouped
+from moe_ops.reference.onednn import multiplies
 from moe_ops.reference.products import product_of
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.residency import in_waves
@@ -72,14 +72,13 @@ def expert_product(
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     permuted = None if not expert_order else "out" if activation else "a"
     out: Tensor | None = None
-    by_onednn = numbers is UNQUANTIZED and onednn.multiplies(a, batch_invariant)
     for part, present in [(stored, None)] if stored.host is None else in_waves(stored, tiles):
         then = Epilogue(part.bias, topk_weights, activation, product)
-        if by_onednn:
-            multiplied = onednn.bf16_product(part.data)
-        else:
-            multiplied = product_of(*rows, part, numbers, batch_invariant)
-        dtype = out_dtype if by_onednn and then.is_empty else torch.float32
+        in_bf16 = then.is_empty and numbers is UNQUANTIZED and multiplies(a, batch_invariant)
+        dtype = out_dtype if in_bf16 else torch.float32
+        if numbers is UNQUANTIZED:
+            inputs = (a.to(dtype),)
+        multiplied = product_of(*rows, part, numbers, dtype, batch_invariant)
         columns = Columns(n, num_experts, present, dtype)
         out = grouped(
             multiplied,
@@ -152,7 +151,7 @@ def expert_product_out(
     """
     w, rule = weight[0], gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
     out = out[:, first_column::column_step][:, : w.shape[1]]
-    slots, experts, counts, _ = planned_rows(tiles, rule, len(out), len(w))
+    slots, experts, counts, *_ = planned_rows(tiles, rule, len(out), len(w))
     rows = take(a, slots // top_k).float().split(counts)
     products = out.new_empty((len(slots), out.shape[1]), dtype=torch.float32)
     for expert, mine, result in zip(experts, rows, products.split(counts), strict=True):

@@ -43,7 +43,7 @@ def _rows_by_expert(
     if num_slots == 0:
         return
     rule = gemm_rule(scheme, rows[0], tiles, batch_invariant)
-    slots, experts, counts, _ = planned_rows(tiles, rule, num_slots, num_experts)
+    slots, experts, counts, *_ = planned_rows(tiles, rule, num_slots, num_experts)
     for expert, mine in zip(experts, slots.split(counts), strict=True):
         first, *others = (x[mine // (num_slots // len(x))] for x in rows)
         if topk_weights is not None:

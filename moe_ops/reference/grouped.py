@@ -83,11 +83,15 @@ def grouped(
     """
     num_slots = inputs[0].shape[0] * top_k
     planned = planned_rows(tiles, rule, num_slots, columns.num_experts)
-    slots, experts, counts, between = present_rows(planned, columns.rows)
-    source = between if permuted == "a" else slots // top_k
+    slots, experts, counts, between, in_order = present_rows(planned, columns.rows)
+    if in_order:
+        sources = [_for_slots(x, top_k) for x in inputs]
+    else:
+        source = between if permuted == "a" else slots // top_k
+        sources = [take(x, source) for x in inputs]
     rows = torch.empty((len(slots), columns.n), dtype=columns.dtype, device=inputs[0].device)
     parts = rows.split_with_sizes(counts)
-    taken = [take(x, source).split_with_sizes(counts) for x in inputs]
+    taken = [x.split_with_sizes(counts) for x in sources]
     for expert, part, *mine in zip(experts, parts, *taken, strict=True):
         product(expert, mine, part)
     if then.topk_weights is not None:
@@ -101,10 +105,15 @@ def grouped(
         applied = formula(then.activation)
         rows = apply(*split(rows, applied), applied)
     rows, places = rows.to(dtype), between if permuted == "out" else slots
-    if out is None and isinstance(places, slice) and len(rows) == num_slots:
+    if out is None and (in_order or (isinstance(places, slice) and len(rows) == num_slots)):
         return rows
     result = rows.new_zeros((num_slots, rows.shape[1])) if out is None else out
     if isinstance(places, slice):
         result[places] = rows
         return result
     return result.index_copy_(0, places, rows)
+
+
+def _for_slots(x: Tensor, top_k: int) -> Tensor:
+    """The row of each slot, in slot order: a view of one row, or with one slot a row."""
+    return x if top_k == 1 else x.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)

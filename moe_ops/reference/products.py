@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from moe_ops.reference.cached import plain_product
 from moe_ops.reference.grouped import Product
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import WHOLE, Element, Quant, Scheme, dequantize_rows, dequantize_weight
@@ -21,7 +22,12 @@ from moe_ops.tensors import ExpertWeight, QTensor
 
 
 def product_of(
-    a: Tensor, a_scale: Tensor | None, weight: ExpertWeight, scheme: Scheme, batch_invariant: bool
+    a: Tensor,
+    a_scale: Tensor | None,
+    weight: ExpertWeight,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    batch_invariant: bool,
 ) -> Product:
     """The product of an expert's rows, which are stored as the scheme says.
 
@@ -32,10 +38,10 @@ def product_of(
     if scheme.activation is not None and not scheme.dequantizes_both:
         return _scaled(cast(Tensor, a_scale), weight, scheme, batch_invariant)
     if scheme.weight is None:
-        return _plain(weight.data, batch_invariant)
+        return plain_product(weight.data, dtype, batch_invariant)
     stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
     quant, num_experts = scheme.activation, len(stored.data)
-    dtype = a.dtype if quant is None else torch.float32
+    rounds_to = a.dtype if quant is None else torch.float32
 
     def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
         if quant is None:
@@ -43,18 +49,8 @@ def product_of(
         else:
             scale = _row_scales(rows, cast(Tensor, a_scale), expert, num_experts)
             x = dequantize_rows(rows[0], scale, quant)
-        w = dequantize_weight(one_expert(stored, expert), scheme, dtype)[0]
+        w = dequantize_weight(one_expert(stored, expert), scheme, rounds_to)[0]
         multiply(x, w.float().t(), out, batch_invariant)
-
-    return product
-
-
-def _plain(weight: Tensor, batch_invariant: bool) -> Product:
-    """Products of operands that are not quantized."""
-    w_EKN = weight.mT
-
-    def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
-        multiply(rows[0].float(), w_EKN[expert].float(), out, batch_invariant)
 
     return product
 

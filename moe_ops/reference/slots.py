@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from itertools import groupby
+from itertools import accumulate, chain, groupby
+from operator import itemgetter
 from typing import NamedTuple, cast
 
 import torch
@@ -45,12 +46,12 @@ def slots_by_expert(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> list[tuple[int, list[int]]]:
     """Each local expert that has slots, in order, with its slots in order."""
-    slots: dict[int, list[int]] = {}
     if expert_map is not None:
         topk_ids = local_experts(topk_ids, expert_map, num_local_experts)
-    for slot, expert in enumerate(topk_ids.flatten().tolist()):
-        slots.setdefault(expert, []).append(slot)
-    return [(expert, slots[expert]) for expert in sorted(slots) if 0 <= expert < num_local_experts]
+    expert_of = topk_ids.flatten().tolist().__getitem__
+    slots = sorted(range(topk_ids.numel()), key=expert_of)
+    groups = groupby(slots, key=expert_of)
+    return [(expert, [*same]) for expert, same in groups if 0 <= expert < num_local_experts]
 
 
 class PlannedRows(NamedTuple):
@@ -67,6 +68,8 @@ class PlannedRows(NamedTuple):
     """The number of rows of each of these experts."""
     between: Tensor | slice
     """The indices of these rows between two GEMMs if rows are permuted; int64 if a tensor."""
+    in_order: bool = False
+    """Whether these are all slots, in slot order, with and without a permutation."""
 
 
 def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int) -> PlannedRows:
@@ -79,15 +82,15 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is None:
         ids = cast(Tensor, tiles[1])
-        groups = slots_by_expert(ids, tiles[2], num_experts)
-        index = _index([slot for _, slots in groups for slot in slots], ids.device)
-        counts = [len(slots) for _, slots in groups]
-        return PlannedRows(index, [expert for expert, _ in groups], counts, index)
+        groups = sorted(slots_by_expert(ids, tiles[2], num_experts), key=itemgetter(1))
+        slots = [slot for _, same in groups for slot in same]
+        index, in_order = _index(slots, ids.device), slots == [*range(num_slots)]
+        counts = [len(same) for _, same in groups]
+        return PlannedRows(index, [expert for expert, _ in groups], counts, index, in_order)
     tile = row_tile(rule, num_slots, num_experts)
     sizes, entries = plan_sizes(num_slots, num_experts, rule), plan.tolist()
     tiles_used = entries[0] // tile if 0 <= entries[0] <= sizes.rows else 0
-    slots: list[int] = []
-    between: list[int] = []
+    slots, firsts = [], []
     experts, counts = [], []
     for expert, same in groupby(range(tiles_used), key=entries[sizes.experts_at :].__getitem__):
         first, *others = same
@@ -95,18 +98,16 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
         # Slots are ascending, and padding follows, which is larger than any slot.
         end = bisect_left(entries, num_slots, begin, begin + (1 + len(others)) * tile)
         if begin < end and 0 <= expert < num_experts:
-            row = entries[sizes.firsts_at + first]
             slots += entries[begin:end]
-            between += range(row, row + end - begin)
+            firsts.append(entries[sizes.firsts_at + first])
             experts.append(expert)
             counts.append(end - begin)
-    in_place = slice(0, len(slots)) if between == [*range(len(slots))] else None
-    return PlannedRows(
-        _index(slots, plan.device).clamp_(0, num_slots - 1),
-        experts,
-        counts,
-        in_place or _index(between, plan.device).clamp_(0, num_slots - 1),
-    )
+    index = _index(slots, plan.device).clamp_(0, num_slots - 1)
+    if firsts == [*accumulate(counts, initial=0)][:-1]:
+        return PlannedRows(index, experts, counts, slice(0, len(slots)))
+    ranges = (range(row, row + count) for row, count in zip(firsts, counts, strict=True))
+    between = _index([*chain.from_iterable(ranges)], plan.device).clamp_(0, num_slots - 1)
+    return PlannedRows(index, experts, counts, between)
 
 
 def present_rows(planned: PlannedRows, rows: Tensor | None) -> PlannedRows:
@@ -118,7 +119,7 @@ def present_rows(planned: PlannedRows, rows: Tensor | None) -> PlannedRows:
     """
     if rows is None:
         return planned
-    slots, experts, counts, between = planned
+    slots, experts, counts, between, _ = planned
     row_of = [rows.tolist()[expert] for expert in experts]
     each = [row >= 0 for row, count in zip(row_of, counts, strict=True) for _ in range(count)]
     kept = torch.tensor(each, dtype=torch.bool, device=slots.device)

@@ -52,15 +52,15 @@ def test_beside_the_reference(tokens, k, n, kk, activation, has_bias, weighted, 
 
 
 def test_what_it_multiplies(monkeypatch):
-    """Rows of bf16 that are not quantized, and not in batch-invariant mode."""
-    calls = []
+    """Rows of bf16 that are not quantized, if nothing follows, and not in batch-invariant mode."""
+    products = []
 
-    def bf16_product(weight):
-        calls.append(weight.dtype)
-        return onednn_product(weight)
+    def product_of(*args):
+        products.append(args[4])
+        return reference_product(*args)
 
-    onednn_product = onednn.bf16_product
-    monkeypatch.setattr(onednn, "bf16_product", bf16_product)
+    reference_product = reference.product_of
+    monkeypatch.setattr(reference, "product_of", product_of)
     for dtype, scheme, invariant in (
         (BF16, "unquantized", False),
         (BF16, "unquantized", True),
@@ -71,4 +71,4 @@ def test_what_it_multiplies(monkeypatch):
         problem = Problem(4, 5, 2, 16, 8, dtype, scheme=scheme)
         inputs, config, _ = quantize_inputs(problem, make_inputs(problem))
         call(moe_ops.fused_experts, problem, inputs, quant_config=config, batch_invariant=invariant)
-    assert calls == [BF16, BF16]  # both GEMMs of the first call
+    assert products == [torch.float32, BF16, *[torch.float32] * 8]  # the first call's second GEMM

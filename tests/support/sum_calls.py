@@ -158,7 +158,7 @@ def _rows(call: SumCall) -> Tensor:
         rows = call.a.double()
         if call.expert_order:
             rule = gemm_rule(call.scheme, call.a, call.tiles, call.batch_invariant)
-            slots, _, _, between = planned_rows(call.tiles, rule, len(rows), num_experts)
+            slots, _, _, between, _ = planned_rows(call.tiles, rule, len(rows), num_experts)
             rows = torch.zeros_like(rows).index_copy(0, slots, rows[between])
         return rows
     q, scale = call.a, call.a_scale
