@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from moe_ops.reference.grouped import Product
-from moe_ops.reference.slots import multiply
+from moe_ops.reference.slots import LINE, multiply
 
 CACHED = 2**20
 """Bytes of the largest weight that is copied whole."""
 WIDENED = 2**19
 """Numbers of a weight that are widened at a time."""
-LINE = 64
-"""Bytes of a cache line. Where experts do not begin at one, a copy would have other products."""
 LANES = 32
 """Pieces have a multiple of this many rows: other rows have other bits than in the whole weight."""
 
@@ -35,7 +33,7 @@ def plain_product(weight: Tensor, dtype: torch.dtype, batch_invariant: bool) -> 
     """
     _, n, k = weight.shape
     nbytes = n * k * dtype.itemsize
-    if weight.dtype == dtype and (nbytes > CACHED or nbytes % LINE):
+    if weight.dtype == dtype and (nbytes > CACHED or nbytes % LINE):  # else other products
         w_EKN = weight.mT
 
         def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import TileRule
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_rows, present_rows, take
+from moe_ops.reference.slots import LINE, planned_rows, present_rows, take
 from moe_ops.tensors import AnyTiles
 
 Product = Callable[[int, Sequence[Tensor], Tensor], None]
@@ -82,7 +82,8 @@ def grouped(
         out: the tensor to write to; None: a new one.
     """
     num_slots = inputs[0].shape[0] * top_k
-    planned = planned_rows(tiles, rule, num_slots, columns.num_experts)
+    by_slot = _begin_lines(inputs[0], columns)
+    planned = planned_rows(tiles, rule, num_slots, columns.num_experts, by_slot)
     slots, experts, counts, between, in_order = present_rows(planned, columns.rows)
     if in_order:
         sources = [_for_slots(x, top_k) for x in inputs]
@@ -112,6 +113,13 @@ def grouped(
         result[places] = rows
         return result
     return result.index_copy_(0, places, rows)
+
+
+def _begin_lines(a: Tensor, columns: Columns) -> bool:
+    """Whether all rows begin at cache lines, in any order: BLAS sums by where a row begins."""
+    widths = a.shape[1] * a.dtype.itemsize, columns.n * columns.dtype.itemsize
+    whole = all(width % LINE == 0 for width in widths)
+    return whole and a.is_contiguous() and a.data_ptr() % LINE == 0
 
 
 def _for_slots(x: Tensor, top_k: int) -> Tensor:

@@ -18,6 +18,9 @@ from moe_ops.dispatch.tile_plan import plan_to_read
 from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, plan_sizes, row_tile
 from moe_ops.tensors import AnyTiles
 
+LINE = 64
+"""Bytes of a cache line. BLAS sums by how rows and weights lie to it."""
+
 
 def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
     """The local expert of each slot, -1 for a skipped slot: int64, flat, in slot order.
@@ -72,8 +75,10 @@ class PlannedRows(NamedTuple):
     """Whether these are all slots, in slot order, with and without a permutation."""
 
 
-def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int) -> PlannedRows:
-    """The rows of a plan.
+def planned_rows(
+    tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int, by_slot: bool = False
+) -> PlannedRows:
+    """The rows of a plan; ``by_slot``: without one, experts come in the order of their slots.
 
     If kernels use one slot per tile and do not read the plan, neither does this function; permuted
     rows are then in slot order. If the plan's number of rows in use is negative or larger than the
@@ -82,7 +87,9 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is None:
         ids = cast(Tensor, tiles[1])
-        groups = sorted(slots_by_expert(ids, tiles[2], num_experts), key=itemgetter(1))
+        groups = slots_by_expert(ids, tiles[2], num_experts)
+        if by_slot:
+            groups.sort(key=itemgetter(1))
         slots = [slot for _, same in groups for slot in same]
         index, in_order = _index(slots, ids.device), slots == [*range(num_slots)]
         counts = [len(same) for _, same in groups]
