@@ -319,7 +319,7 @@ def test_experts_that_only_another_rank_knows(device):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_does_not_answer(ranks, device):
-    """It is noted on the device and on the host, nobody waits again, and results are NaN."""
+    """It is noted on the device and on the host, once, nobody waits again, and results are NaN."""
     windows = allocate_here(WindowLayout(ranks, 4, 32, 1, 4), torch.device(device), 0.002)[0]
     x, ids = torch.ones(1, 32, device=device), torch.zeros(1, 1, dtype=I32, device=device)
     where = (windows.peers, windows.state)
@@ -329,6 +329,9 @@ def test_a_rank_that_does_not_answer(ranks, device):
     assert out.shape == (1, 32) and out.isnan().all()
     assert int(windows.state[FAILED]) == ranks
     assert int(windows.answer[0]) == ranks  # rank ``ranks - 1``
+    windows.error.zero_()
+    ops.symmetric_send(x, None, ids.float(), ids, None, *where, 1, 1, False, "")
+    assert int(windows.state[FAILED]) == ranks and int(windows.answer[0]) == 0
 
 
 def test_a_rank_with_another_number_of_rows(device):

@@ -122,26 +122,27 @@ def _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS: tl.constexpr
     Each warp reads the clock and the note of a failure for itself, and may see other values than
     the next one. All must leave in the same poll, as those that stay would reduce what is not
     there: so what a thread sees is part of what is reduced. The result is 0 once all flags are
-    there; 1 + r while rank r is behind, which does not end the loop; R more if that is too late;
-    2 R + 1 after an earlier failure, since results are wrong already.
+    there, and 1 before; 2 once that is too late, and 3 after a failure: results are wrong already.
     """
-    outcome, spent = tl.full((), 1, tl.int32), tl.full((), 0, tl.int64)
+    result, spent = tl.full((), 1, tl.int32), tl.zeros((), tl.int64)
     if has_clock():
         start = tl.extra.cuda.globaltimer()
-    while (outcome > 0) & (outcome <= RANKS):
+    while result == 1:
         seen = tl.load(at, mask=asked, other=0, volatile=True)
         if has_clock():
             spent = tl.extra.cuda.globaltimer() - start
         else:
             spent += INTERPRETED_POLL
         failed = tl.load(state + FAILED_AT, volatile=True) != 0
-        late = tl.where(spent >= timeout, RANKS, 0)
-        behind = tl.where(asked & (seen - steps < 0), 1 + rank + late, 0)
-        outcome = tl.max(tl.where(failed, 2 * RANKS + 1, behind), 0)
+        behind = tl.where(failed, 3, tl.where(spent >= timeout, 2, 1))
+        result = tl.max(tl.where(asked & (seen - steps < 0), behind, 0), 0)
     # What other ranks wrote before they set their flags is visible after this, to all threads.
     tl.atomic_add(at, tl.zeros_like(rank), mask=asked, sem="acquire", scope="sys")
-    if (outcome > RANKS) & (outcome <= 2 * RANKS):
-        fail(peers, state, outcome - RANKS, RANKS)
+    if result == 2:
+        seen = tl.load(at, mask=asked, other=0, volatile=True)
+        missing = tl.max(tl.where(asked & (seen - steps < 0), rank, -1), 0)
+        if missing >= 0:
+            fail(peers, state, 1 + missing, RANKS)
     tl.debug_barrier()
 
 
