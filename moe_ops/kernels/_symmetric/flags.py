@@ -136,13 +136,13 @@ def _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS: tl.constexpr
         failed = tl.load(state + FAILED_AT, volatile=True) != 0
         behind = tl.where(failed, 3, tl.where(spent >= timeout, 2, 1))
         result = tl.max(tl.where(asked & (seen - steps < 0), behind, 0), 0)
-    # What other ranks wrote before they set their flags is visible after this, to all threads.
-    tl.atomic_add(at, tl.zeros_like(rank), mask=asked, sem="acquire", scope="sys")
     if result == 2:
         seen = tl.load(at, mask=asked, other=0, volatile=True)
         missing = tl.max(tl.where(asked & (seen - steps < 0), rank, -1), 0)
-        if missing >= 0:
+        if missing >= 0:  # else all came after all
             fail(peers, state, 1 + missing, RANKS)
+    # What other ranks wrote before they set their flags is visible after this, to all threads.
+    tl.atomic_add(at, tl.zeros_like(rank), mask=asked, sem="acquire", scope="sys")
     tl.debug_barrier()
 
 
