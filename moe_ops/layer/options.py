@@ -86,8 +86,8 @@ class FusedMoEOptions:
     capacity_factor: float = 1
     """The part of ``max_num_tokens`` for which there is room: `FixedCapacityPrepareAndFinalize`."""
     on_dead_rank: str = "raise"
-    """With the backend ``symmetric``, "mask": calls go on without ranks that have died, once one of
-    the layers, which share windows, calls ``kernel.prepare_finalize.set_live_ranks``."""
+    """What calls do once a rank has died: see `SymmetricPrepareAndFinalize`. Layers share windows:
+    with "mask" the ``kernel.prepare_finalize.set_live_ranks`` of one layer serves all of them."""
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None

@@ -178,11 +178,13 @@ def build(
     experts: Experts, config: FusedMoEConfig, quant_config: FusedMoEQuantConfig
 ) -> FusedMoEKernel:
     """Build the kernel of these experts, with the prepare-finalize of their format."""
+    part = prepare_finalize_of(config, experts)
     rows: dict[str, Any] = {}
-    if config.max_num_tokens is not None:  # a rank with the Batched format has all tokens
-        rows = {"max_num_tokens": config.max_num_tokens, "num_dispatchers": 1}
+    if experts.activation_format() is FusedMoEActivationFormat.BatchedExperts:
+        rows["max_num_tokens"] = part.max_num_tokens_per_rank()
+        rows["num_dispatchers"] = part.num_dispatchers()
     return FusedMoEKernel(
-        prepare_finalize_of(config, experts),
+        part,
         experts(config, quant_config, **rows),
         moe_parallel_config=config.moe_parallel_config,
     )

@@ -91,7 +91,7 @@ def planned_rows(
         if by_slot:
             groups.sort(key=itemgetter(1))
         slots = [slot for _, same in groups for slot in same]
-        index, in_order = _index(slots, ids.device), slots == [*range(num_slots)]
+        index, in_order = _index(slots, ids.device), by_slot and slots == [*range(num_slots)]
         counts = [len(same) for _, same in groups]
         return PlannedRows(index, [expert for expert, _ in groups], counts, index, in_order)
     tile = row_tile(rule, num_slots, num_experts)

@@ -139,7 +139,7 @@ def _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS: tl.constexpr
     if result == 2:
         seen = tl.load(at, mask=asked, other=0, volatile=True)
         missing = tl.max(tl.where(asked & (seen - steps < 0), rank, -1), 0)
-        if missing >= 0:  # else all came after all
+        if missing >= 0:  # else the flags have come meanwhile
             fail(peers, state, 1 + missing, RANKS)
     # What other ranks wrote before they set their flags is visible after this, to all threads.
     tl.atomic_add(at, tl.zeros_like(rank), mask=asked, sem="acquire", scope="sys")

@@ -69,14 +69,14 @@ def exchange_of(
         **options,
     )
     _check_taken(kind, needs)
-    exchange = kind.make(needs)
-    if count == 1:
-        return exchange
-    if needs.on_dead_rank != "raise":
+    if count > 1 and needs.on_dead_rank != "raise":
         raise NotImplementedError(
             f'on_dead_rank must be "raise" where {count} ranks have the same tokens, whose results '
             f'travel in a collective of these, got "{needs.on_dead_rank}"'
         )
+    exchange = kind.make(needs)
+    if count == 1:
+        return exchange
     replicas = _class("replicas", "ReplicaExchange")
     return replicas(exchange, parallel.layer_rank, count, max_num_tokens)
 
