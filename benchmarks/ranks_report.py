@@ -63,13 +63,14 @@ def _exchanges(rows: list[Record], ranks: int) -> str:
 def _layers(rows: list[Record]) -> str:
     tokens = sorted({row["M"] for row in rows})
     times = {(row["shape"], row["impl"], row["M"]): row["time_us"] for row in rows}
-    lines = [
-        [
-            shape,
-            *(f"{times[shape, DIRECT, m]:.0f} ({times[shape, GATHER, m]:.0f})" for m in tokens),
-        ]
-        for shape in sorted({row["shape"] for row in rows})
-    ]
+
+    def both(shape: str, m: int) -> str:
+        if (shape, GATHER, m) not in times:  # the run ended before
+            return ""
+        return f"{times[shape, DIRECT, m]:.0f} ({times[shape, GATHER, m]:.0f})"
+
+    shapes = sorted({row["shape"] for row in rows})
+    lines = [[shape, *(both(shape, m) for m in tokens)] for shape in shapes]
     return markdown(["shape", *map(str, tokens)], lines, labels=1)
 
 

@@ -16,7 +16,6 @@ from moe_ops.dispatch.tiles import (
     Gemm,
     TileConfig,
     cdiv,
-    load_class,
     padded_slots,
 )
 from moe_ops.scheme import Scheme
@@ -132,9 +131,8 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
     The swap-AB kernel takes 8-bit weights only.
     """
     if kernel == PACKED:
-        if block_m == TALL_ROW_TILE:
-            return (256,) if itemsize == 2 else ()
-        return (128, 256) if block_m in (64, 128) else ()
+        tall = itemsize == 2 and block_m == TALL_ROW_TILE
+        return (128, 256) if tall or block_m in (64, 128) else ()
     if kernel == FETCH:
         return (256,) if block_m == FETCH_TILE else ()
     if block_m > 64 or itemsize > 1:
@@ -151,10 +149,14 @@ def most_stages(tiles: HopperTiles, device: Device) -> int:
 
 
 def tall_tiles(kernel: str, gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
-    """The largest tile whose accumulators stay in registers, with as many stages as fit."""
-    size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
-    block_n = widths(kernel, block_m, size)[-1]
-    by_load = size == 1 and block_m == 128 and load <= ON_DEMAND_LOAD
+    """The largest tile whose accumulators stay in registers, with as many stages as fit.
+
+    It is half as wide where even then all tiles run at once.
+    """
+    size, wide = gemm.itemsize, widths(kernel, block_m, gemm.itemsize)
+    narrow = gemm.run_at_once(block_m, wide[0] // gemm.halves, device.processors)
+    block_n = wide[0 if narrow else -1]
+    by_load = size == 1 and block_m == 128 and gemm.load_class <= ON_DEMAND_LOAD
     on_demand = by_load or block_m == TALL_ROW_TILE or kernel == FETCH
     group_m = GROUP_ON_DEMAND[size] if on_demand and kernel == PACKED else 16 // size
     tiles = HopperTiles(kernel, block_m, block_n, group_m, LEAST_STAGES, on_demand)

@@ -182,7 +182,7 @@ def with_stages(tiles: HopperTiles, quant: Quant, device: Device) -> HopperTiles
 
 def uniform_experts(gemm: Gemm) -> float:
     """Experts that have rows, on average, if every slot chooses any of them."""
-    return gemm.num_experts * (1 - (1 - 1 / gemm.num_experts) ** gemm.num_slots)
+    return gemm.num_experts * (1 - (1 - 1 / gemm.routed_experts) ** gemm.num_slots)
 
 
 class Jobs(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -56,7 +57,11 @@ padded rows in the Batched format says little about how many rows an expert has.
 
 
 def tile_rule(
-    scheme: str, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
+    scheme: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool = False,
+    expert_map: Tensor | None = None,
 ) -> TileRule:
     """The rule for the plan of a routing and for the GEMMs that follow the plan.
 
@@ -65,8 +70,25 @@ def tile_rule(
         dtype: dtype of the rows before quantization.
         device: the plan's device.
         batch_invariant: whether the row tile must not depend on the load.
+        expert_map: ``(E,)``; None: the weights are those of all experts.
     """
-    return rule_of(scheme, dtype.itemsize, *row_tile_facts(device), batch_invariant)
+    rule = rule_of(scheme, dtype.itemsize, *row_tile_facts(device), batch_invariant)
+    return with_map(rule, expert_map)
+
+
+def with_map(rule: TileRule, expert_map: Tensor | None) -> TileRule:
+    """The rule where slots are routed among the experts of a map.
+
+    A tracer's sizes may be symbols. It asks for the sizes of plans only, which are the same.
+    """
+    every = None if expert_map is None else expert_map.shape[0]
+    return routed_among(rule, every) if type(every) is int else rule
+
+
+@lru_cache(maxsize=1024)
+def routed_among(rule: TileRule, num_experts: int) -> TileRule:
+    """The rule where slots are routed among so many experts, of which some are elsewhere."""
+    return replace(rule, routed_experts=num_experts)
 
 
 def expert_rule(scheme: str, device: torch.device, batch_invariant: bool = False) -> TileRule:
@@ -85,8 +107,9 @@ def gemm_rule(scheme: str, a: Tensor, tiles: AnyTiles, batch_invariant: bool = F
         raise ValueError(f"tiles must be [plan, topk_ids, expert_map], got {len(tiles)} entries")
     arch, row_tile = row_tile_facts(a.device)
     if tiles[1] is None:
-        arch = BY_EXPERT
-    return rule_of(scheme, a.dtype.itemsize, arch, row_tile, batch_invariant)
+        return rule_of(scheme, a.dtype.itemsize, BY_EXPERT, row_tile, batch_invariant)
+    rule = rule_of(scheme, a.dtype.itemsize, arch, row_tile, batch_invariant)
+    return with_map(rule, tiles[2])
 
 
 @lru_cache(maxsize=1024)

@@ -36,6 +36,8 @@ class TileRule:
     """Pairs ``(load, row tile)``, ascending: the tile is used up to the load."""
     batch_invariant: bool = False
     """Whether the GEMMs, too, must not depend on the number of rows."""
+    routed_experts: int | None = None
+    """Experts among which slots are routed; None: those whose weights the GEMM has."""
 
     @property
     def smallest(self) -> int:
@@ -50,8 +52,8 @@ class TileRule:
 
 @lru_cache(maxsize=4096)
 def row_tile(rule: TileRule, num_slots: int, num_experts: int) -> int:
-    """The row tile for ``num_slots`` routed rows over ``num_experts`` experts."""
-    wanted = load(num_slots, num_experts)
+    """The row tile for ``num_slots`` routed rows, of which ``num_experts`` experts have theirs."""
+    wanted = load(num_slots, rule.routed_experts or num_experts)
     return next(tile for limit, tile in rule.steps if wanted <= limit)
 
 
@@ -126,6 +128,21 @@ class Gemm(NamedTuple):
     def row_tile(self) -> int:
         """The row tile of the plan."""
         return row_tile(self.rule, self.num_slots, self.num_experts)
+
+    @property
+    def routed_experts(self) -> int:
+        """Experts among which the slots are routed: slots of those elsewhere are skipped."""
+        return self.rule.routed_experts or self.num_experts
+
+    @property
+    def load_class(self) -> int:
+        """The bucket of rows per expert: see `load_class`."""
+        return load_class(self.num_slots, self.routed_experts)
+
+    def run_at_once(self, block_m: int, columns: int, processors: int) -> bool:
+        """Whether all tiles of so many output columns do, if experts have equally many rows."""
+        of_expert = cdiv(self.num_slots, self.routed_experts * block_m)
+        return self.num_experts * of_expert * cdiv(self.n, columns) <= processors
 
     @property
     def active(self) -> int:

@@ -205,10 +205,11 @@ def _nearest(layer: TunedLayer, gemm: Gemm, *, fragments: bool) -> Entry | None:
         return min(load_class(rows, gemm.num_experts), last)
 
     def distance(entry: Entry) -> float:
-        ratio = entry.num_tokens * layer.top_k / max(gemm.num_slots, 1)
+        own = gemm.num_slots * gemm.num_experts / gemm.routed_experts
+        ratio = entry.num_tokens * layer.top_k / max(own, 1)
         return max(ratio, 1 / ratio)
 
-    mine, block_m = class_of(gemm.num_slots), gemm.row_tile
+    mine, block_m = min(gemm.load_class, last), gemm.row_tile
     near = [
         entry
         for entry in layer.entries

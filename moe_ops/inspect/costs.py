@@ -11,7 +11,7 @@ from moe_ops.dispatch.gemm_plan import GemmPlan, PassedOver, passed_over, plan_g
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
-from moe_ops.dispatch.row_tiles import BY_EXPERT, rule_of
+from moe_ops.dispatch.row_tiles import BY_EXPERT, routed_among, rule_of
 from moe_ops.inspect.devices import Target
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
@@ -173,6 +173,8 @@ def _plans(
     of_layer = kind_and_key(config.activation)[1]
     arch = device.arch if tokens is not None else BY_EXPERT
     rule = rule_of(scheme.key, dtype.itemsize, arch, device.row_tile, config.batch_invariant)
+    if tokens is not None:
+        rule = routed_among(rule, config.num_experts)
     gates = 2 if config.is_act_and_mul else 1
 
     def plan(n: int, k: int, activation: str, top_k: int) -> tuple[GemmPlan, PassedOver]:

@@ -85,7 +85,7 @@ def warmup(
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)
 
-    variants = Variants(w1, w2, top_k, scheme, dtype, activation, invariant)
+    variants = Variants(w1, w2, top_k, scheme, dtype, activation, invariant, expert_map)
     return run_variants(run, num_tokens, variants)
 
 
@@ -100,6 +100,7 @@ class Variants(NamedTuple):
     """Dtype of the tokens."""
     activation: str
     batch_invariant: bool
+    expert_map: Tensor | None = None
 
     def of(self, num_tokens: int) -> tuple:
         """A key for a token count: token counts with equal keys run the same binaries."""
@@ -119,7 +120,8 @@ class Variants(NamedTuple):
         num_experts, rows, _ = self.w1.shape
         _, hidden, width = self.w2.shape
         width *= self.scheme.numbers_per_entry(self.w2.dtype)
-        rule = tile_rule(self.scheme.key, self.dtype, self.w1.device, self.batch_invariant)
+        kind, device = (self.scheme.key, self.dtype), self.w1.device
+        rule = tile_rule(*kind, device, self.batch_invariant, self.expert_map)
         for w, shape, activation, top_k in (
             (self.w1, (num_experts, rows, hidden), self.activation, self.top_k),
             (self.w2, (num_experts, hidden, width), "", 1),

@@ -253,7 +253,7 @@ def plan_slots(
     """Make a plan in one tensor; launch nothing if slots are so few that no GEMM reads a plan."""
     plan = empty_plan_slots(topk_ids, expert_map, num_experts, scheme, dtype, batch_invariant)
     if not is_direct(topk_ids.numel(), num_experts):
-        rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
+        rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant, expert_map)
         _write_plan(plan, topk_ids, expert_map, num_experts, rule)
     return plan
 

@@ -417,7 +417,14 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
                 run,
                 num_tokens,
                 Variants(
-                    w1, w2, self.top_k, self.scheme, dtype, self.activation, self.batch_invariant
+                    w1,
+                    w2,
+                    self.top_k,
+                    self.scheme,
+                    dtype,
+                    self.activation,
+                    self.batch_invariant,
+                    self.expert_map,
                 ),
             )
 

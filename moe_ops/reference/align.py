@@ -51,7 +51,7 @@ def plan_slots(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Plan in one tensor: `moe_align_block_size` of the slots of local experts."""
-    rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
+    rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant, expert_map)
     groups = slots_by_expert(topk_ids, expert_map, num_experts)
     starts = accumulate((len(slots) for _, slots in groups), initial=0)
     return _plan(groups, list(starts), topk_ids.numel(), num_experts, rule, topk_ids.device)

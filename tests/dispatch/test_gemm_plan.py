@@ -19,7 +19,7 @@ from moe_ops.dispatch.gemm_plan import passed_over
 from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
 from moe_ops.dispatch.problem import EACH, STORED, without_sum
-from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.row_tiles import routed_among, rule_of
 from moe_ops.dispatch.tiles import TileConfig, one_row_tile, plan_sizes
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import packs
@@ -67,6 +67,25 @@ def test_kernels_by_load():
         assert kernels("mxfp4_w4a16", tokens) == kernels("nvfp4", tokens) == [DEQUANTIZE] * 2
     blackwell = [plan_gemm(p, FACTS["sm_100"]).kernel for p in problems("nvfp4", 64)]
     assert blackwell == [BLOCK_SCALED] * 2
+
+
+def test_few_tiles_are_half_as_wide():
+    """Where even then all run at once: 2 of 8 wide experts, but not all of them."""
+    known = moe_ops.get_scheme("unquantized")
+
+    def config(experts, tokens, columns=4096):
+        rule = routed_among(rule_of("unquantized", 2, 90, None, False), 8)
+        weight = (experts, columns, 14336)
+        return plan_gemm(problem_of_layer(weight, known, rule, 2 * tokens), HOPPER).config
+
+    for experts, tokens, rows, width in (
+        (2, 512, 192, 128), (4, 512, 192, 128), (8, 512, 192, 256), (2, 1024, 128, 128),
+        (2, 4096, 128, 256), (8, 16384, 128, 256),
+    ):  # fmt: skip
+        tiles = config(experts, tokens)
+        assert (tiles.kernel, tiles.block_m, tiles.block_n) == (PACKED, rows, width)
+    # 132 tiles of 128 columns run at once, 133 do not.
+    assert config(1, 512, 132 * 128).block_n == 128 and config(1, 512, 133 * 128).block_n == 256
 
 
 def test_few_columns_are_not_packed():

@@ -24,7 +24,7 @@ from moe_ops.dispatch.hopper_decode import (
     sum_tiles,
 )
 from moe_ops.dispatch.problem import sizes_of
-from moe_ops.dispatch.row_tiles import PORTABLE
+from moe_ops.dispatch.row_tiles import PORTABLE, routed_among
 
 
 @every_row(
@@ -48,6 +48,14 @@ def test_stages_fit_the_ctas(scheme):
     assert len(seen) > 1 and set(seen) <= set(FEW_CTAS[16])
     assert sorted(seen.values(), reverse=True) == [seen[ctas] for ctas in sorted(seen)]
     assert min(seen.values()) >= 2
+
+
+def test_experts_of_a_rank_are_few():
+    """32 slots reach 20 of 32 experts, and 7 of a quarter of 128: fewer CTAs are as many waves."""
+    quant, of_rank = get_scheme("mxfp4_w4a16").weight, routed_among(PORTABLE, 128)
+    for rule, experts, ctas in ((PORTABLE, 20.4, 4), (of_rank, 7.1, 2)):
+        tiles = few_tiles(sizes_of(32, (32, 2048, 2880), 2, rule, ""), quant, NO_GPU)
+        assert tiles.ctas == few_ctas(16, experts * 2048 / 128, NO_GPU) == ctas
 
 
 @every_row("scheme", ["mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16", "int8_w8a16_g32"])

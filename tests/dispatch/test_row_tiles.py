@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from table_items import every_row
 
@@ -16,6 +17,7 @@ from moe_ops.dispatch.row_tiles import (
     PORTABLE,
     expert_rule,
     gemm_rule,
+    routed_among,
     rule_of,
     tile_rule,
 )
@@ -102,6 +104,7 @@ def test_rules_by_scheme_and_gpu(scheme, itemsize, arch, expected):
 @every_row("facts", [H200, H200._replace(row_tile=16), TARGETS["sm_80"].facts, None])
 def test_plans_and_gemms_agree(facts, scheme):
     """A GEMM assumes the rule of the plan that it is given, on every device."""
+    of_rank = torch.tensor([0, -1, -1, 1])
     for device in (CPU, CUDA):
         a, ids = torch.empty(4, 8, dtype=torch.bfloat16, device=device), torch.empty(2, 2)
         for mode in (False, True):
@@ -109,10 +112,48 @@ def test_plans_and_gemms_agree(facts, scheme):
                 of_slots = tile_rule(scheme, a.dtype, device, mode)
                 of_experts = expert_rule(scheme, device, mode)
                 assert gemm_rule(scheme, a, (None, ids, None), mode) is of_slots
+                mapped = tile_rule(scheme, a.dtype, device, mode, of_rank)
+                assert gemm_rule(scheme, a, (None, ids, of_rank), mode) is mapped
+                assert mapped is routed_among(of_slots, 4) is not of_slots
                 assert gemm_rule(scheme, a, (None, None, None), mode) is of_experts
             assert of_experts is rule_of(scheme, 2, 0, facts and facts.row_tile, mode)
             arch = facts.arch if facts is not None and device == CUDA else 0
             assert of_slots is rule_of(scheme, 2, arch, facts and facts.row_tile, mode)
+
+
+@every_row("rule", [PORTABLE, EIGHT_BIT, *HOPPER.values(), INVARIANT])
+def test_a_rank_has_the_row_tile_of_the_whole_layer(rule):
+    """A quarter of the experts gets a quarter of the slots."""
+    of_rank = routed_among(rule, 128)
+    for slots in range(3, 300000, 987):
+        assert row_tile(of_rank, slots, 32) == row_tile(rule, slots, 128)
+        here, whole = Gemm(slots, 32, 64, 64, 2, 1, of_rank), Gemm(slots, 128, 64, 64, 2, 1, rule)
+        assert here.load_class == whole.load_class
+        assert here.routed_experts == whole.routed_experts == 128
+    assert row_tile(routed_among(rule, 8), 1024, 1) == row_tile(rule, 1024, 8)
+    assert (of_rank.smallest, of_rank.largest) == (rule.smallest, rule.largest)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_plan_of_a_rank(compiled):
+    """Tiles of 32 rows hold the 12 of each expert; by all slots they would have 128 rows."""
+    ids = torch.arange(96).view(48, 2).int() % 8
+    expert_map = torch.tensor([-1, 0, -1, -1, 1, -1, -1, -1], dtype=torch.int32)
+
+    def plan(ids, expert_map):
+        return ops.plan_slots(ids, expert_map, 2, SIXTEEN_BITS, torch.bfloat16)
+
+    call = torch.compile(plan, backend="eager", dynamic=True, fullgraph=True) if compiled else plan
+    plan_of_rank = call(ids, expert_map)
+    assert plan_of_rank[0] == 2 * 32
+    assert len(plan_of_rank) == len(ops.plan_slots(ids, None, 2, SIXTEEN_BITS, torch.bfloat16))
+    problem = testing.Problem(48, 8, 2, 64, 48, torch.float32)
+    x, w1, w2, weights, ids, *_ = testing.make_inputs(problem)
+    held = expert_map.argsort(stable=True)[-2:]
+    elsewhere = torch.where(torch.isin(ids, held.to(ids.dtype)), weights, 0.0)
+    expected = moe_ops.fused_experts(x, w1, w2, elsewhere, ids)
+    actual = moe_ops.fused_experts(x, w1[held], w2[held], weights, ids, expert_map=expert_map)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_the_row_tile_of_a_device():
@@ -145,9 +186,13 @@ def test_portable_tiles():
         (Gemm(1, 1, 8192, 4096, 2, 1, PORTABLE), 64),
         (Gemm(1, 1, 16384, 4096, 2, 1, PORTABLE), 128),
         (Gemm(4, 64, 4096, 16, 2, 1, PORTABLE), 128),
+        (Gemm(512, 2, 4096, 14336, 2, 1, routed_among(PORTABLE, 8)), 64),
+        (Gemm(512, 2, 8448, 14336, 2, 1, routed_among(PORTABLE, 8)), 128),
+        (Gemm(512, 8, 4096, 14336, 2, 1, PORTABLE), 256),
     ):
         tiles = gemm_tiles(gemm, H200)
-        assert (tiles.block_n, tiles.block_k) == (expected, min(128, gemm.k))
+        long = 128 if tiles.block_m <= 32 else 64
+        assert (tiles.block_n, tiles.block_k) == (expected, min(long, gemm.k))
     gemm = Gemm(32768, 8, 2048, 2048, 1, 2, PORTABLE)
     gated = scaled_gemm_tiles(gemm, ScaleGroups(128, 128), H200)
     assert (gated.block_m, gated.num_stages) == (128, 3)

@@ -13,7 +13,7 @@ from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
 from moe_ops.dispatch.plan import DEFAULT
 from moe_ops.dispatch.portable import gemm_tiles, shared_bytes
-from moe_ops.dispatch.row_tiles import EIGHT_BIT, HOPPER, INVARIANT, PORTABLE
+from moe_ops.dispatch.row_tiles import EIGHT_BIT, HOPPER, INVARIANT, PORTABLE, routed_among
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm, TileConfig, one_row_tile, row_tile
 from moe_ops.dispatch.tuned_file import file_name, parse
 from moe_ops.inspect.devices import TARGETS
@@ -99,8 +99,8 @@ def changed(path, value):
         (["5"], entry(64, own(num_stages=1)), "5.gemm1.num_stages must be a number >= 2, got 1"),
         (
             ["5"],
-            entry(192, own(block_n=128)),
-            "5.gemm1.BLOCK_N must be among (256,), got 128",
+            entry(192, own(block_n=64)),
+            "5.gemm1.BLOCK_N must be among (128, 256), got 64",
         ),
         (["5"], entry(64, own(ON_DEMAND=1)), "5.gemm1.ON_DEMAND must be true or false, got 1"),
         (["5"], entry(64, own(ON_DEMAND=None)), "5.gemm1.ON_DEMAND must be true or false, got"),
@@ -180,6 +180,10 @@ def test_the_nearest_entry_of_the_load(installed):
     installed(layer(record(_1=entry(gemm1=gemm_of(16)), _30=entry(gemm1=gemm_of(128)))))
     widths = {t: chosen(first(2 * t)).config.block_n for t in (1, 2, 5, 6, 42)}
     assert widths == {1: 16, 2: 16, 5: 16, 6: 128, 42: 128}
+    # As many of these experts' slots, in calls of four times as many experts.
+    of_rank = routed_among(PORTABLE, 32)
+    here = {t: chosen(first(8 * t, of_rank)).config.block_n for t in (3, 5, 6, 42)}
+    assert here == {3: 16, 5: 16, 6: 128, 42: 128}
     other = chosen(first(2 * 60))
     assert other.source == f"{DEFAULT} ({NAME} has nothing for this load)"
     assert other.config == gemm_tiles(first(2 * 60), H200)

@@ -166,6 +166,15 @@ def variants_of(experts=64, width=64, hidden=128):
     return warmup.Variants(w1, w2, K, scheme, torch.bfloat16, "silu", False)
 
 
+def test_experts_of_a_rank_have_the_tiles_of_the_layer():
+    with assumed(TARGETS["sm_90"].facts):
+        whole, part = variants_of(128), variants_of(32)
+        expert_map = torch.arange(128, dtype=torch.int32)
+        of_rank = part._replace(expert_map=torch.where(expert_map < 32, expert_map, -1))
+        first, alone = (v.of(256)[0][1].block_m for v in (whole, part))
+        assert of_rank.of(256)[0][1].block_m == first != alone
+
+
 def test_large_counts_are_not_walked_through():
     variants, asked = variants_of(), []
 

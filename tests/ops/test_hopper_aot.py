@@ -196,7 +196,7 @@ def test_layers_of_integers(scheme, model, tokens, one_of_two):
         assert products and all(out == added for out, added in products)
 
 
-PACKED_TILES = [(64, 128), (64, 256), (128, 128), (128, 256), (192, 256)]
+PACKED_TILES = [(64, 128), (64, 256), (128, 128), (128, 256), (192, 128), (192, 256)]
 PARTS = {("unquantized", 192): 2, ("fp8", 128): 2, ("int8", 128): 2}
 """Of a warp group's share of a tile of 256 columns."""
 

@@ -30,7 +30,7 @@ DEVICE = "cuda"
 COUNTS = (0, 1, 63, 64, 65, 128, 129, 191, 192, 193, 400, 0)
 PLAIN = (PACKED, 64, 128, False)
 """The kernel, rows and columns of a tile, and whether it is taken on demand: all give the same."""
-WAYS = [PLAIN, (PACKED, 64, 256, False), (PACKED, 128, 128, True)] + [
+WAYS = [PLAIN, (PACKED, 64, 256, False), (PACKED, 128, 128, True), (PACKED, 192, 128, True)] + [
     (kernel, rows, 256, on_demand)
     for kernel, rows in ((PACKED, 128), (PACKED, 192), (FETCH, 128))
     for on_demand in (False, True)

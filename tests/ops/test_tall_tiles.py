@@ -316,12 +316,14 @@ def test_explained(monkeypatch):
     config = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
     tokens = (128, 1024, 2048, 4096, 16384)
 
-    def rows(scheme, device):
+    def rows(scheme, device, config=config):
         costs = moe_ops.explain(config, scheme, device=device, num_tokens=tokens).costs
         assert all(cost.gemm1.block_m == cost.gemm2.block_m for cost in costs)
         return [cost.gemm1.block_m for cost in costs]
 
     assert rows("unquantized", "sm_90") == [16, 128, 192, 128, 128]
+    of_rank = replace(config, num_local_experts=32)
+    assert rows("unquantized", "sm_90", of_rank) == [16, 128, 192, 128, 128]
     assert rows("unquantized", "sm_80") == [16, 128, 128, 128, 128]
     assert rows("fp8_block128", "sm_90") == [16, 128, 128, 128, 128]
     assert rows("fp8_block128", "sm_100") == [16, 64, 64, 64, 128]

@@ -41,7 +41,7 @@ from moe_ops.dispatch.hopper_decode import (
 )
 from moe_ops.dispatch.plan import BufferSpec, rows_of
 from moe_ops.dispatch.problem import EACH, GemmProblem
-from moe_ops.dispatch.tiles import ROW_TILES, Gemm, is_direct, load_class
+from moe_ops.dispatch.tiles import ROW_TILES, Gemm, is_direct
 from moe_ops.scheme import Quant, Scheme, get_scheme, packs
 from moe_ops.scheme.packed import CHUNK
 
@@ -135,8 +135,7 @@ class Dequantizing(Persistent):
 
 def _few_groups(problem: GemmProblem) -> Sequence[int]:
     """None if there is one row tile per expert."""
-    load = load_class(problem.sizes.num_slots, problem.sizes.num_experts)
-    return FEW_GROUPS if load else ()
+    return FEW_GROUPS if problem.sizes.load_class else ()
 
 
 LAUNCHER = "_hopper.dequantized_gemm:DecodeGemm"

@@ -41,7 +41,7 @@ from moe_ops.dispatch.hopper import (
 )
 from moe_ops.dispatch.plan import BufferSpec, GemmPlan, quantized_rows, rows_of
 from moe_ops.dispatch.problem import EACH, GemmProblem
-from moe_ops.dispatch.tiles import TALL_ROW_TILE, load_class
+from moe_ops.dispatch.tiles import TALL_ROW_TILE
 from moe_ops.scheme import Scheme, get_scheme
 
 GATHERED_GROUPS = (3, 4, 8, 16, 32)
@@ -192,8 +192,8 @@ def _has_rows(kernel: str) -> Condition:
 
 
 def _many(problem: GemmProblem, _: Device) -> bool:
-    load = load_class(problem.sizes.num_slots, problem.sizes.num_experts)
-    return load >= GATHERED_LOAD[problem.gemm.itemsize] or problem.sizes.row_tile == TALL_ROW_TILE
+    least, sizes = GATHERED_LOAD[problem.gemm.itemsize], problem.sizes
+    return sizes.load_class >= least or sizes.row_tile == TALL_ROW_TILE
 
 
 def _has_one_sum(problem: GemmProblem) -> bool:

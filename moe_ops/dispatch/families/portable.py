@@ -31,7 +31,6 @@ from moe_ops.dispatch.tiles import (
     ROW_TILES,
     TALL_ROW_TILE,
     TileConfig,
-    load_class,
     one_row_tile,
 )
 from moe_ops.scheme import get_scheme
@@ -92,7 +91,7 @@ class Portable(Tunable):
         if size == "num_stages":
             values = (now - 1, now + 1)
         elif size == "group_m":  # with one row tile per expert there is nothing to group
-            values = GROUPS if load_class(sizes.num_slots, sizes.num_experts) else ()
+            values = GROUPS if sizes.load_class else ()
         return [replace(tiles, **{size: value}) for value in values if value != now]
 
 
