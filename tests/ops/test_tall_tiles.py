@@ -1,5 +1,7 @@
 """Tiles of 192 rows where the kernel for all GPUs takes a third at a time, and who gets them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import INTERPRETED
