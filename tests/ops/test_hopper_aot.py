@@ -196,7 +196,7 @@ def test_layers_of_integers(scheme, model, tokens, one_of_two):
         assert products and all(out == added for out, added in products)
 
 
-PACKED_TILES = [(64, 128), (64, 256), (128, 128), (128, 256), (192, 128), (192, 256)]
+PACKED_TILES = [(64, 128), (64, 256), (128, 128), (128, 256), (192, 256), (192, 128)]
 PARTS = {("unquantized", 192): 2, ("fp8", 128): 2, ("int8", 128): 2}
 """Of a warp group's share of a tile of 256 columns."""
 
@@ -228,7 +228,8 @@ def check_packed(kernel, scheme, block_m, block_n, on_demand):
 EVERY_TILE = [
     pytest.param(
         scheme, tile, on_demand,
-        marks=[pytest.mark.exhaustive] * ((i + j + on_demand) % 2),  # every two meet in the rest
+        # Every two meet in the rest; tiles of 192 rows hold most where they are wide.
+        marks=[pytest.mark.exhaustive] * ((i + j + on_demand) % 2 or tile == (192, 128)),
     )
     for i, scheme in enumerate(SCHEMES)
     for j, tile in enumerate(PACKED_TILES)
