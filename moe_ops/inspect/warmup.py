@@ -101,11 +101,14 @@ class Variants(NamedTuple):
     activation: str
     batch_invariant: bool
     expert_map: Tensor | None = None
+    arriving: Callable[[int], int] | None = None
+    """The tokens that the experts get, of all ranks, for those of one; None: the same."""
 
     def of(self, num_tokens: int) -> tuple:
         """A key for a token count: token counts with equal keys run the same binaries."""
-        num_experts, slots = self.w1.shape[0], num_tokens * self.top_k
-        plans = (plan_gemm(problem, self._device) for problem in self._problems(num_tokens))
+        arriving = num_tokens if self.arriving is None else self.arriving(num_tokens)
+        num_experts, slots = self.w1.shape[0], arriving * self.top_k
+        plans = (plan_gemm(problem, self._device) for problem in self._problems(arriving))
         gemms = ((plan.kernel, plan.config, plan.quantizes_rows) for plan in plans)
         routing = num_tokens >= MANY_TOKENS, num_tokens == 1
         sorting = is_direct(slots, num_experts), scan_sizes(slots)

@@ -52,6 +52,10 @@ class FusedMoEPrepareAndFinalize(ABC):
         """Number of ranks that send tokens."""
         return 1
 
+    def num_arriving(self, num_tokens: int) -> int:
+        """Rows that the experts get, at most, if every rank sends ``num_tokens`` tokens."""
+        return num_tokens
+
     def output_is_reduced(self) -> bool:
         """Whether ``finalize`` sums over ranks, so that no all-reduce is needed."""
         return False

@@ -175,6 +175,16 @@ def test_experts_of_a_rank_have_the_tiles_of_the_layer():
         assert of_rank.of(256)[0][1].block_m == first != alone
 
 
+def test_tokens_of_all_ranks_arrive():
+    """Counts are chosen by what the experts get, and routers by a rank's own tokens."""
+    with assumed(TARGETS["sm_90"].facts):
+        alone = variants_of()
+        of_four = alone._replace(arriving=lambda num_tokens: 4 * num_tokens)
+        for tokens in (1, 2, 16, 100, 1000):
+            assert of_four.of(tokens)[:-2] == alone.of(4 * tokens)[:-2]
+            assert of_four.of(tokens)[-2:] == alone.of(tokens)[-2:]
+
+
 def test_large_counts_are_not_walked_through():
     variants, asked = variants_of(), []
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_ops
+from moe_ops.layer import module
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.testing import run_ranks
 
@@ -147,6 +148,20 @@ def test_ranks_whose_layers_differ():
             if first != second or not re.search(rule, first):
                 wrong.append((way.__name__, name, first, second))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_warmup_counts_the_tokens_of_all_ranks(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "run_variants", lambda run, counts, variants: seen.append(variants))
+
+    def run(rank, group):
+        layer_of(**exchanging(rank), tp_group=group, max_num_tokens=4).warmup(3)
+
+    run_ranks(2, run)
+    assert [variants.arriving(3) for variants in seen] == [8, 8]  # padded to four tokens
+    layer = layer_of(ep_size=2)
+    layer.warmup(3)
+    assert seen[-1].arriving is None and seen[-1].expert_map is layer.expert_map
 
 
 def test_simulated_ranks_are_one_rank():

@@ -16,6 +16,7 @@ from ranks import mine
 import moe_ops
 from moe_ops.parallel import determine_expert_ranks
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.exchange.replicas import ReplicaExchange
 from moe_ops.testing import (
     ROUTINGS,
     Problem,
@@ -212,6 +213,34 @@ def test_copies_that_do_not_fit():
             world.results(part)
         lacking.results(part)
         world.results(lambda group: FIXED(group, 8, places))
+
+
+@pytest.mark.parametrize("most", [None, 9])
+@pytest.mark.parametrize("tokens", [0, 1, 6])
+def test_rows_that_arrive(tokens, most):
+    """As many as warm-up counts with; exact exchanges bring at most as many."""
+    s = setup(Problem(3 * tokens, 10, 3, 32, 16, torch.bfloat16), moe_ops.pipeline.TritonExperts)
+    world = World(s, torch.arange(10) * 7 % 3, (tokens,) * 3)
+    names = ("hidden_states", "topk_weights", "topk_ids")
+
+    def run(rank, group):
+        for part in (
+            ALL(group, most),
+            ALL(group, most, equal_num_tokens=True),
+            FIXED(group, most, world.expert_ranks, capacity_factor=0.5),
+            EXACT(group, most, world.expert_ranks),
+            ReplicaExchange(ALL(group, most), rank, 3),
+        ):
+            own = world.own(rank, s.arguments())
+            given = [own[name] for name in names]
+            rows = part.prepare(*given, 10, world.expert_map(rank), False, s.config).a1q
+            most_rows = part.num_arriving(tokens)
+            if type(part) is EXACT:
+                assert len(rows) <= most_rows
+            elif tokens or most:  # without either, ranks agree on one row
+                assert len(rows) == most_rows, part
+
+    run_ranks(3, run)
 
 
 @pytest.mark.parametrize(("factor", "rows", "capacity"), [

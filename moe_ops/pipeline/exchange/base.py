@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -164,6 +164,11 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
     def num_dispatchers(self) -> int:
         """Number of ranks."""
         return self.group.size
+
+    def num_arriving(self, num_tokens: int) -> int:
+        """P of every rank, which is ``max_num_tokens`` unless ranks have equally many tokens."""
+        padded = self.max_num_tokens is not None and not self.equal_num_tokens
+        return self.group.size * (cast(int, self.max_num_tokens) if padded else num_tokens)
 
     def output_is_reduced(self) -> bool:
         """True."""

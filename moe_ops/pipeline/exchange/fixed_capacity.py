@@ -99,6 +99,11 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
         """C, the rows of a block, for P ``rows``."""
         return capacity_of(rows, self.capacity_factor)
 
+    def num_arriving(self, num_tokens: int) -> int:
+        """A block of every rank."""
+        ranks = self.group.size
+        return ranks * self.capacity(super().num_arriving(num_tokens) // ranks)
+
     def copies_of(self, tokens: Outgoing, ranks: Tensor) -> Copies:
         """The first C copies for each rank, and zeros in the rest of its block."""
         quant = tokens.quant

@@ -63,6 +63,10 @@ class ReplicaExchange(TokenExchange):
         receive = self.exchange.send_back(sums, topk_ids)
         return lambda: self._gathered(receive())
 
+    def num_arriving(self, num_tokens: int) -> int:
+        """Value of the exchange for this rank's share."""
+        return self.exchange.num_arriving(cdiv(num_tokens, self.replica_size))
+
     def has_gradients(self) -> bool:
         """Value of the exchange."""
         return self.exchange.has_gradients()
