@@ -240,8 +240,8 @@ class Explanation:
             "collective",
             f"capacity_factor: room for {SPARE} standard deviations of uniform routing",
             "alltoall: without the time for which the host waits; symmetric: in one NVLink domain",
-            "symmetric in the Batched format: never chosen, it nearly always took longer on two and "
-            "four H200",
+            "symmetric in the Batched format: never chosen, it nearly always took longer on two "
+            "and four H200",
             f"{link.name}: {link.source}",
         ]
         return "\n".join((aligned(lines, left=3), *notes))
