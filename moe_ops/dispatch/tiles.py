@@ -140,9 +140,13 @@ class Gemm(NamedTuple):
         return load_class(self.num_slots, self.routed_experts)
 
     def run_at_once(self, block_m: int, columns: int, processors: int) -> bool:
-        """Whether all tiles of so many output columns do, if experts have equally many rows."""
+        """Whether all tiles of so many output columns do, if experts have equally many rows.
+
+        False in batch-invariant mode, whose tiles are those of every load.
+        """
         of_expert = cdiv(self.num_slots, self.routed_experts * block_m)
-        return self.num_experts * of_expert * cdiv(self.n, columns) <= processors
+        few = self.num_experts * of_expert * cdiv(self.n, columns) <= processors
+        return few and not self.rule.batch_invariant
 
     @property
     def active(self) -> int:
