@@ -194,7 +194,7 @@ def test_portable_tiles():
         (Gemm(512, 2, 4096, 14336, 2, 1, routed_among(PORTABLE, 8)), 64),
         (Gemm(512, 2, 8448, 14336, 2, 1, routed_among(PORTABLE, 8)), 128),
         (Gemm(512, 8, 4096, 14336, 2, 1, PORTABLE), 256),
-        (Gemm(512, 2, 4096, 14336, 2, 1, INVARIANT), 128),
+        (Gemm(128, 2, 4096, 14336, 2, 1, INVARIANT), 128),
     ):
         tiles = gemm_tiles(gemm, H200)
         long = 128 if tiles.block_m <= 32 else 64
