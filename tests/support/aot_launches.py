@@ -65,9 +65,13 @@ def given_plan(ids, num_experts, scheme, dtype=torch.bfloat16):
     return [fake_impls.align.plan_slots(ids, None, num_experts, scheme, dtype), ids, None]
 
 
-def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=False, experts=4):
+def launch_gemms(
+    tile, dtype, activation_key, hidden=2048, width=768, has_bias=False, experts=4, of_expert=1
+):
+    """Both GEMMs of experts that have so many row tiles each: of few tiles, they are narrow."""
+
     def launch(empty):
-        slots = tile * experts
+        slots = tile * experts * of_expert
         ids = empty(slots, 1, dtype=torch.int32)
         bias = empty(experts, 2 * width, dtype=dtype) if has_bias else None
         x, w1 = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, hidden, dtype=dtype)
