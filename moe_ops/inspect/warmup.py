@@ -182,9 +182,15 @@ def _changes(variant_of: Callable[[int], Any], low: int, high: int) -> Iterator[
 
 @torch.no_grad()
 def run_variants(
-    run: Callable[[int], Any], num_tokens: int | Iterable[int], variants: Variants
+    run: Callable[[int], Any],
+    num_tokens: int | Iterable[int],
+    variants: Variants,
+    agree: Callable[[list[int]], list[int]] = list,
 ) -> list[int]:
-    """Call ``run`` with the token counts that differ in a kernel, and wait for the device."""
+    """Call ``run`` with the token counts that differ in a kernel, and wait for the device.
+
+    ``agree`` gets these counts, and returns those that ranks run together.
+    """
     counts = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
     for count in counts:
         checks.at_least(0, num_tokens=count)
@@ -194,11 +200,12 @@ def run_variants(
         chosen = {}
         for tokens in counts:
             chosen.setdefault(variants.of(tokens), tokens)
-    for tokens in chosen.values():
+    agreed = agree([*chosen.values()])
+    for tokens in agreed:
         run(tokens)
         if tokens == 1 and variants.w1.is_cuda:
             with apart():  # compiled graphs have a kernel of their own: see `kernels._runtime`
                 run(tokens)
     if variants.w1.is_cuda:
         torch.cuda.synchronize(variants.w1.device)
-    return list(chosen.values())
+    return agreed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,13 @@ from moe_ops.layer.methods import (
 )
 from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
-from moe_ops.layer.rank_checks import check_call, compare_ranks, option_facts, rank_group_of
+from moe_ops.layer.rank_checks import (
+    check_call,
+    compare_ranks,
+    counts_of_ranks,
+    option_facts,
+    rank_group_of,
+)
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
@@ -394,7 +401,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         """Run the layer with every kernel that ``num_tokens`` tokens need; see `moe_ops.warmup`.
 
         These tokens are neither counted (`set_eplb_state`) nor captured (`set_capture_fn`). If
-        ranks exchange tokens, all of them must call this with the same numbers.
+        calls of ranks meet, all of them must call this with the same numbers.
 
         Args:
             num_tokens: the token counts to expect, or one number for every count up to it.
@@ -427,6 +434,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
                     self.expert_map,
                     None if exchange is None else exchange.num_arriving,
                 ),
+                partial(counts_of_ranks, self),
             )
 
 

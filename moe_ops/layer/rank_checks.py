@@ -109,6 +109,19 @@ def compare_ranks(layer: ExpertLayer, num_tokens: int | None = None) -> None:
     layer.state = replace(layer.state, ranks_agree=True)
 
 
+def counts_of_ranks(layer: ExpertLayer, counts: list[int]) -> list[int]:
+    """The token counts that any rank wants to run, if the calls of ranks meet.
+
+    Ranks with other numbers of experts may have other kernels, and a rank that makes fewer calls
+    than the others would leave them waiting.
+    """
+    meet = layer.exchanges_tokens or layer.reduce_results
+    if layer.rank_group.size == 1 or not meet:
+        return counts
+    texts = layer.rank_group.gather_texts(json.dumps(counts), layer.compute_device)
+    return sorted({count for text in texts for count in json.loads(text)})
+
+
 def option_facts(options: FusedMoEOptions) -> dict[str, str]:
     """Return the options that must be the same on all ranks of a layer, as texts by name.
 

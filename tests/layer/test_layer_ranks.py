@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_ops
+from moe_ops.inspect.warmup import Variants
 from moe_ops.layer import module
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.testing import run_ranks
@@ -152,7 +153,7 @@ def test_ranks_whose_layers_differ():
 
 def test_warmup_counts_the_tokens_of_all_ranks(monkeypatch):
     seen = []
-    monkeypatch.setattr(module, "run_variants", lambda run, counts, variants: seen.append(variants))
+    monkeypatch.setattr(module, "run_variants", lambda run, counts, kinds, _: seen.append(kinds))
 
     def run(rank, group):
         layer_of(**exchanging(rank), tp_group=group, max_num_tokens=4).warmup(3)
@@ -162,6 +163,24 @@ def test_warmup_counts_the_tokens_of_all_ranks(monkeypatch):
     layer = layer_of(ep_size=2)
     layer.warmup(3)
     assert seen[-1].arriving is None and seen[-1].expert_map is layer.expert_map
+
+
+@pytest.mark.parametrize("way", [summed, exchanging])
+def test_ranks_warm_up_together(way, monkeypatch):
+    """Ranks with 4 and 3 experts of 7 have other kernels at some loads, and run all of them."""
+    kinds = []
+
+    def run(rank, group):
+        def of(self, num_tokens):
+            return num_tokens > 5 * self.w1.shape[0], num_tokens > 30
+
+        monkeypatch.setattr(Variants, "of", of)
+        layer = layer_of(num_experts=7, **way(rank), tp_group=group)
+        kinds.append(len(layer.w13_weight))
+        return layer.warmup(40), layer.warmup([40, 1, 18, 2])
+
+    assert run_ranks(2, run) == [([1, 16, 21, 31], [1, 18, 40])] * 2
+    assert sorted(kinds) == [3, 4]
 
 
 def test_simulated_ranks_are_one_rank():
