@@ -99,7 +99,7 @@ def workspace_nbytes(
         num_tokens: T; in the Batched format also the rows of each expert.
         hidden_size: H.
         intermediate_size: I, per partition.
-        num_experts: El, local experts.
+        num_experts: El, local experts: tokens are taken to choose among them alone.
         top_k: k.
         dtype: dtype of the activations.
         scheme: a name or key that `get_scheme` knows, or a `Scheme`.
