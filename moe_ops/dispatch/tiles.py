@@ -142,7 +142,7 @@ class Gemm(NamedTuple):
     def run_at_once(self, block_m: int, columns: int, processors: int) -> bool:
         """Whether all tiles of so many output columns do, if experts have equally many rows.
 
-        False in batch-invariant mode, whose tiles are those of every load.
+        False in batch-invariant mode, whose tiles do not depend on the load.
         """
         of_expert = cdiv(self.num_slots, self.routed_experts * block_m)
         few = self.num_experts * of_expert * cdiv(self.n, columns) <= processors

@@ -102,7 +102,7 @@ class Variants(NamedTuple):
     batch_invariant: bool
     expert_map: Tensor | None = None
     arriving: Callable[[int], int] | None = None
-    """The tokens that the experts get, of all ranks, for those of one; None: the same."""
+    """Returns how many tokens of all ranks the experts get for so many of one; None: the same."""
 
     def of(self, num_tokens: int) -> tuple:
         """A key for a token count: token counts with equal keys run the same binaries."""
