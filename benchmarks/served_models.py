@@ -45,7 +45,7 @@ PROJECTIONS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
-"""Type of a model -> its MoE block, and gate, up and down of an expert, as checkpoints name them."""
+"""Type of a model -> its MoE block, and an expert's gate, up and down, as checkpoints name them."""
 
 
 class Format(NamedTuple):

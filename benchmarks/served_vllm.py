@@ -94,7 +94,7 @@ class ServedRow:
     seconds: list[float]
     """Each round, from the call of ``generate`` to its return."""
     start_s: float
-    """Until the engine could serve: weights made and converted, kernels compiled, graphs captured."""
+    """Until the engine could serve: weights made and converted, graphs captured."""
     compared: dict[str, Any] | None
     """How far the continuations of the compared prompts are those of vLLM's own experts."""
     config: dict[str, Any]
@@ -124,8 +124,9 @@ class Engine:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Serve a model, and return the engine's reply or its error."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        if self.process.poll() is None:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith(MARK):
                 self.log.flush()
