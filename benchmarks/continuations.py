@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 
@@ -11,7 +12,7 @@ class Written(NamedTuple):
     tokens: list[list[int]]
     """The tokens after each prompt."""
     best: list[list[dict[int, float]]]
-    """Log-probabilities of the two best tokens at each position."""
+    """Log-probabilities of the best tokens at each position."""
 
 
 class Parting(NamedTuple):
@@ -20,14 +21,16 @@ class Parting(NamedTuple):
     position: int
     theirs: dict[int, float]
     ours: dict[int, float]
-    """The two best tokens there, with log-probabilities."""
+    """The best tokens there, with log-probabilities."""
     tokens: tuple[int, int]
-    """What both wrote."""
+    """What they wrote and what we wrote."""
 
     @property
     def gap(self) -> float:
-        """The smaller distance of an engine's two best tokens."""
-        return min(max(best.values()) - min(best.values()) for best in (self.theirs, self.ours))
+        """How far apart an engine finds the two tokens: the smaller distance of both engines."""
+        a, b = self.tokens
+        listed = [best for best in (self.theirs, self.ours) if {a, b} <= best.keys()]
+        return min((abs(best[a] - best[b]) for best in listed), default=math.inf)
 
 
 class Comparison(NamedTuple):
@@ -54,14 +57,10 @@ class Comparison(NamedTuple):
     def ties(self) -> list[bool]:
         """Whether each parting is a near tie.
 
-        An engine finds its two best tokens no further apart than the engines' log-probabilities are
-        elsewhere, and each engine wrote one of both engines' two best.
+        An engine finds the two tokens no further apart than both engines' log-probabilities are
+        elsewhere.
         """
-        return [
-            parting.gap <= self.apart
-            and set(parting.tokens) <= set(parting.theirs) & set(parting.ours)
-            for parting in self.partings
-        ]
+        return [parting.gap <= self.apart for parting in self.partings]
 
 
 def compare(theirs: Written, ours: Written) -> Comparison:

@@ -17,6 +17,7 @@ from typing import Any
 
 import served_models
 import torch
+import vllm
 from served_vllm import MARK
 from torch import nn
 from vllm import LLM, SamplingParams
@@ -29,6 +30,8 @@ from moe_ops.integrations._engines import say_once
 
 COMPARED, LENGTH = 8, 32
 """Prompts whose continuations are compared, and their tokens."""
+BEST = 5
+"""Tokens at each position of which log-probabilities are noted."""
 ROUNDS = 3
 """Timed rounds, after one that is not."""
 
@@ -85,9 +88,9 @@ def timed(engine: LLM, count: int, length: int, new: int) -> list[float]:
 
 
 def written(engine: LLM, new: int) -> dict[str, Any]:
-    """Greedy tokens, and the two best tokens at each position with log-probabilities."""
+    """Greedy tokens, and the best tokens at each position with log-probabilities."""
     how = SamplingParams(
-        temperature=0, max_tokens=new, logprobs=2, ignore_eos=True, detokenize=False
+        temperature=0, max_tokens=new, logprobs=BEST, ignore_eos=True, detokenize=False
     )
     done = engine.generate(prompts(engine, COMPARED, LENGTH), how, use_tqdm=False)
     outputs = [request.outputs[0] for request in done]
@@ -105,39 +108,52 @@ def experts_in(model: nn.Module) -> list[str]:
     return sorted({type(kernel.impl.fused_experts).__name__ for kernel in kernels if kernel})
 
 
-def serve(request: dict[str, Any]) -> dict[str, Any]:
-    """Serve one model: what it wrote, and the seconds of each phase and size."""
-    start = time.perf_counter()
-    engine = engine_of(request["case"], request["options"])
-    reply: dict[str, Any] = {"start_s": time.perf_counter() - start}
-    reply["experts"] = engine.apply_model(experts_in)[0]
-    reply["written"] = written(engine, request["compared"])
-    reply["times"] = [
-        (phase, m, new, timed(engine, count, length, new))
-        for phase, m, count, length, new in request["phases"]
-    ]
-    return reply
+class Served:
+    """The model that is served now, if any: a method for each verb of a request."""
 
+    def __init__(self) -> None:
+        self.engine: LLM | None = None
 
-def forget() -> None:
-    """Let go of a model and of what it compiled; its log lines may be written again."""
-    cleanup_dist_env_and_memory()
-    torch.compiler.reset()
-    say_once.cache_clear()
-    gc.collect()
-    torch.cuda.empty_cache()
+    def start(self, case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        """Start an engine on a model."""
+        begun = time.perf_counter()
+        self.engine = engine_of(case, options)
+        seconds = time.perf_counter() - begun
+        experts = self.engine.apply_model(experts_in)[0]
+        return {"start_s": seconds, "experts": experts, "vllm": vllm.__version__}
+
+    def write(self, new: int) -> dict[str, Any]:
+        """Continue the compared prompts."""
+        assert self.engine is not None
+        return written(self.engine, new)
+
+    def time(self, count: int, length: int, new: int) -> list[float]:
+        """Time the continuation of prompts."""
+        assert self.engine is not None
+        return timed(self.engine, count, length, new)
+
+    def stop(self) -> None:
+        """Let go of a model and of what it compiled; its log lines may be written again."""
+        self.engine = None
+        cleanup_dist_env_and_memory()
+        torch.compiler.reset()
+        say_once.cache_clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
-    """Answer each line of stdin."""
+    """Answer each line of stdin: a verb and its arguments."""
+    served = Served()
+    verbs = {"start": served.start, "write": served.write, "time": served.time, "stop": served.stop}
     for line in sys.stdin:
+        verb, arguments = json.loads(line)
         try:
-            reply = serve(json.loads(line))
+            reply = {"reply": verbs[verb](**arguments)}
         except Exception as error:  # the log says where; other models are served
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
         print(MARK + json.dumps(reply), flush=True)
-        forget()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python benchmarks/served_vllm.py
 
-Two processes serve each model, one after the other: the plug-in is on in one and off in the other
-(`served_engine.py`). Checkpoints have real sizes and random numbers, and steps that decode are
+Two processes serve each model, with the plug-in on in one and off in the other
+(`served_engine.py`). They start at the same time, so that a GPU must hold the model twice, and take
+turns to be timed. Checkpoints have real sizes and random numbers, and steps that decode are
 replayed from CUDA graphs. The greedy continuations are compared; where they part, the two best
 tokens are shown. The record is ``served_vllm.json``.
 """
@@ -17,8 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ PREFILL = 512
 """Tokens of each prompt of the phase ``prefill``."""
 LIMITS = {
     "max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 8192,
-    "kv_cache_memory_bytes": 4 * 2**30,
+    "kv_cache_memory_bytes": 2 * 2**30, "gpu_memory_utilization": 0.2,
 }  # fmt: skip
 """Options of ``LLM``."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL"}
@@ -66,13 +67,14 @@ class Case(NamedTuple):
 
 CASES = (
     Case("qwen3-30b-a3b", "bf16", 48),
+    Case("gpt-oss-120b", "mxfp4_w4a16", 18),
+    Case("qwen3-30b-a3b", "fp8_block128", 24),
     Case("mixtral-8x7b", "bf16", 8),
-    Case("qwen3-30b-a3b", "fp8_block128", 48),
     Case("deepseek-v3", "fp8_block128", 4),
-    Case("gpt-oss-120b", "mxfp4_w4a16", 36),
-    Case("qwen3-30b-a3b", "int4_w4a16_g128", 48),
-    Case("qwen3-30b-a3b", "nvfp4_w4a16", 48),
+    Case("qwen3-30b-a3b", "int4_w4a16_g128", 24),
+    Case("qwen3-30b-a3b", "nvfp4_w4a16", 24),
 )
+"""What is served, with the layers of which an H200 holds two models."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +123,35 @@ class Engine:
             stderr=subprocess.STDOUT, text=True, bufsize=1,
         )  # fmt: skip
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Serve a model, and return the engine's reply or its error."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+    def send(self, verb: str, **arguments: Any) -> None:
+        """Ask for something, unless the process has ended."""
+        assert self.process.stdin is not None
         if self.process.poll() is None:
-            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
             self.process.stdin.flush()
+
+    def receive(self) -> Any:
+        """The answer.
+
+        Raises:
+            RuntimeError: what was asked for failed, or the process has ended.
+        """
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
                 self.log.flush()
-                return json.loads(line.removeprefix(MARK))
+                answer = json.loads(line.removeprefix(MARK))
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                return answer["reply"]
             self.log.write(line)
         self.log.flush()
-        return {"error": f"the engine ended with status {self.process.wait()}"}
+        raise RuntimeError(f"the engine ended with status {self.process.wait()}")
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        """Ask for something, and return the answer."""
+        self.send(verb, **arguments)
+        return self.receive()
 
     def end(self) -> None:
         """End the process."""
@@ -142,34 +160,62 @@ class Engine:
         self.log.close()
 
 
-def written_of(reply: dict[str, Any]) -> Written:
+class Served(NamedTuple):
+    """A model that an engine serves."""
+
+    engine: Engine
+    facts: dict[str, Any]
+    """What the engine said when it had started."""
+
+
+def started(
+    case: Case, engines: Sequence[Engine], options: dict[str, Any], failed: list[str]
+) -> list[Served]:
+    """Start a model in all engines at the same time; ``failed`` gets those that could not."""
+    for engine in engines:
+        engine.send("start", case=case._asdict(), options=options)
+    served = []
+    for engine in engines:
+        try:
+            served.append(Served(engine, engine.receive()))
+        except RuntimeError as error:
+            failed.append(f"{case.model} {case.scheme} {engine.impl}: {error}")
+    return served
+
+
+def compared(served: Sequence[Served], new: int) -> dict[str, Any] | None:
+    """How far the continuations of both engines agree; None of one engine alone."""
+    written = {one.engine.impl: _written(one.engine.ask("write", new=new)) for one in served}
+    if len(written) < len(SWITCH):
+        return None
+    return compare(written[THEIRS], written[OURS]).as_json()
+
+
+def _written(reply: dict[str, Any]) -> Written:
     """What an engine wrote, as JSON had it."""
-    best = [[{int(t): p for t, p in x.items()} for x in one] for one in reply["written"]["best"]]
-    return Written(reply["written"]["tokens"], best)
+    best = [[{int(t): p for t, p in x.items()} for x in one] for one in reply["best"]]
+    return Written(reply["tokens"], best)
 
 
-def rows_of(
-    case: Case, replies: dict[str, dict[str, Any]], more: dict[str, Any]
-) -> Iterator[ServedRow]:
-    """The rows of a case, from the replies of both engines."""
-    agreement = None
-    if len(replies) == len(SWITCH):
-        compared = compare(*(written_of(replies[impl]) for impl in (THEIRS, OURS)))
-        agreement = compared.as_json()
-    installed = {name: metadata.version(name) for name in ("vllm", "transformers")}
-    for impl, reply in replies.items():
-        for phase, m, new, seconds in reply["times"]:
+def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> Iterator[ServedRow]:
+    """The rows of a case: engines take turns."""
+    agreement = compared(served, args.new)
+    phases = [("decode", m, m, 32, args.new) for m in args.batches]
+    phases += [("prefill", m, m // PREFILL, PREFILL, 1) for m in args.prefill]
+    for phase, m, prompts, length, new in phases:
+        for engine, facts in served:
+            seconds = engine.ask("time", count=prompts, length=length, new=new)
             yield ServedRow(
                 *case,
                 phase=phase,
                 M=m,
-                impl=impl,
-                experts=", ".join(reply["experts"]),
+                impl=engine.impl,
+                experts=", ".join(facts["experts"]),
                 tokens_per_s=m * new / median(seconds),
                 seconds=seconds,
-                start_s=reply["start_s"],
-                compared=agreement if impl == OURS else None,
-                config={**installed, **GRAPHS, **more},
+                start_s=facts["start_s"],
+                compared=agreement if engine.impl == OURS else None,
+                config={"vllm": facts["vllm"], "new": new, **GRAPHS, **args.options},
             )
 
 
@@ -199,48 +245,33 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return command.parse_args(arguments)
 
 
-def request_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """What an engine is asked to do for a case."""
-    graphs = {**GRAPHS, "cudagraph_capture_sizes": args.batches}
-    phases = [("decode", m, m, 32, args.new) for m in args.batches]
-    phases += [("prefill", m, m // PREFILL, PREFILL, 1) for m in args.prefill]
-    return {
-        "case": case._asdict(), "options": {**LIMITS, "compilation_config": graphs, **args.options},
-        "phases": phases, "compared": args.new,
-    }  # fmt: skip
-
-
-def serve(case: Case, engines: Sequence[Engine], request: dict[str, Any]) -> dict[str, Any]:
-    """Each engine's reply, or its error, by its implementation."""
-    replies = {}
-    for engine in engines:
-        progress(f"{case.model} {case.scheme}, {case.layers} layers: {engine.impl}")
-        replies[engine.impl] = engine.ask(request)
-    return replies
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve all cases within the time budget; returns 1 after a failure."""
-    args, started = options(arguments), time.monotonic()
+    args, begun = options(arguments), time.monotonic()
     path = record_path(args.output, "served_vllm.json")
     args.logs.mkdir(parents=True, exist_ok=True)
+    graphs = {**GRAPHS, "cudagraph_capture_sizes": args.batches}
+    limits = {**LIMITS, "compilation_config": graphs, **args.options}
     engines = [Engine(impl, args.logs / f"{impl}.log") for impl in args.impls]
     rows, failed = 0, []
     for case in args.cases:
-        if time.monotonic() - started > args.time_budget_s:
+        if time.monotonic() - begun > args.time_budget_s:
             print(f"no time left for {case.model} {case.scheme}, and the rest")
             break
         case = case._replace(layers=min(case.layers, args.layers or case.layers))
-        replies = serve(case, engines, request_of(case, args))
-        errors = {impl: reply["error"] for impl, reply in replies.items() if "error" in reply}
-        failed += [f"{case.model} {case.scheme} {impl}: {text}" for impl, text in errors.items()]
-        for row in rows_of(
-            case, {k: v for k, v in replies.items() if k not in errors}, args.options
-        ):
-            print_row(asdict(row), WIDTHS, head=rows == 0)
-            rows += 1
-            if path:
-                write_rows(path, [row], KEY)
+        progress(f"{case.model} {case.scheme}, {case.layers} layers")
+        served = started(case, engines, limits, failed)
+        try:
+            for row in measured(case, served, args):
+                print_row(asdict(row), WIDTHS, head=rows == 0)
+                rows += 1
+                if path:
+                    write_rows(path, [row], KEY)
+        except RuntimeError as error:
+            failed.append(f"{case.model} {case.scheme}: {error}")
+        for engine in engines:
+            with suppress(RuntimeError):
+                engine.ask("stop")
     for engine in engines:
         engine.end()
     return conclude(rows, path, failed)
