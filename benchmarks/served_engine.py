@@ -47,7 +47,8 @@ class RandomLoader(BaseModelLoader):
         """Load random tensors; ``model_loader_extra_config`` says of which model."""
         case = self.load_config.model_loader_extra_config
         built = served_models.shell(case["model"], case["layers"])
-        model.load_weights(served_models.tensors(built, case["scheme"]))
+        with next(model.parameters()).device:
+            model.load_weights(served_models.tensors(built, case["scheme"]))
 
 
 def engine_of(case: dict[str, Any], options: dict[str, Any]) -> LLM:

@@ -145,6 +145,7 @@ class Engine:
                     raise RuntimeError(answer["error"])
                 return answer["reply"]
             self.log.write(line)
+            self.log.flush()
         self.log.flush()
         raise RuntimeError(f"the engine ended with status {self.process.wait()}")
 
