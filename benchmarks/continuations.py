@@ -47,7 +47,8 @@ class Comparison(NamedTuple):
         return {
             "equal": self.equal, "apart": round(self.apart, 5), "near_ties": self.ties(),
             "partings": [
-                {"position": x.position, "gap": round(x.gap, 5), "tokens": x.tokens,
+                {"position": x.position, "gap": round(x.gap, 5) if x.gap < math.inf else None,
+                 "tokens": x.tokens,
                  "theirs": {t: round(p, 4) for t, p in x.theirs.items()},
                  "ours": {t: round(p, 4) for t, p in x.ours.items()}}
                 for x in self.partings

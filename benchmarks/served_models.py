@@ -34,7 +34,11 @@ _DEEPSEEK = {
     "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True,
     "max_position_embeddings": 4096,
 }  # fmt: skip
+_TINY = {
+    **SPECS["tiny-qwen3"].sizes, "hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 64,
+}  # fmt: skip
 MODELS = {
+    "tiny": SPECS["tiny-qwen3"]._replace(sizes=_TINY),
     "qwen3-30b-a3b": SPECS["qwen3-30b-a3b"],
     "mixtral-8x7b": Spec(transformers.MixtralConfig, _MIXTRAL, SDPA),
     "gpt-oss-120b": SPECS["gpt-oss-120b"],
@@ -96,7 +100,7 @@ def _integers(shape: tuple[int, ...]) -> dict[str, Tensor]:
     *many, rows, columns = shape
     words = _bits((*many, rows, columns // 2)).view(torch.int32)
     scales = _about(1 / INTEGERS / math.sqrt(columns), (*many, rows, columns // 128))
-    sizes = torch.tensor([rows, columns]).expand(*many, 2)
+    sizes = torch.tensor([rows, columns]).repeat(*many, 1)
     return {
         "weight_packed": words, "weight_scale": scales.to(torch.bfloat16), "weight_shape": sizes,
     }  # fmt: skip
@@ -114,8 +118,8 @@ def _nvfp4(shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 def _mxfp4(shape: tuple[int, ...]) -> dict[str, Tensor]:
     *many, rows, columns = shape
-    exponent = round(math.log2(1 / NIBBLES / math.sqrt(columns))) + 127
-    scales = torch.randint(exponent - 1, exponent + 1, (*many, rows, columns // 32))
+    lower = round(math.log2(1 / NIBBLES / math.sqrt(2.5 * columns))) + 127  # (1 + 4) / 2 is 2.5
+    scales = torch.randint(lower, lower + 2, (*many, rows, columns // 32))
     blocks = _bits((*many, rows, columns // 32, 16))
     return {"blocks": blocks, "scales": scales.to(torch.uint8)}
 

@@ -5,8 +5,8 @@
 Two processes serve each model, with the plug-in on in one and off in the other
 (`served_engine.py`). They start at the same time, so that a GPU must hold the model twice, and take
 turns to be timed. Checkpoints have real sizes and random numbers, and steps that decode are
-replayed from CUDA graphs. The greedy continuations are compared; where they part, the two best
-tokens are shown. The record is ``served_vllm.json``.
+replayed from CUDA graphs. The greedy continuations are compared; where they part, the best tokens
+are recorded. The record is ``served_vllm.json``. Without a GPU a tiny model is served.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from continuations import Written, compare
 from tables import OURS
 
@@ -36,6 +37,7 @@ from moe_ops.bench.command import (
     one_or_more,
     print_row,
     progress,
+    readable,
 )
 from moe_ops.bench.harness import default_output, record_path, write_rows
 
@@ -43,18 +45,17 @@ MARK = "REPLY "
 """What a line of an engine that is no log begins with."""
 THEIRS = "vllm"
 SWITCH = {OURS: "1", THEIRS: "0"}
+"""Implementation -> ``MOE_OPS_VLLM`` of its process."""
 KEY = ("model", "scheme", "layers", "phase", "M", "impl")
 WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "phase": 8, "M": 6, "impl": 8, "experts": 24,
           "tokens_per_s": 12, "start_s": 8}  # fmt: skip
-PREFILL = 512
-"""Tokens of each prompt of the phase ``prefill``."""
-LIMITS = {
-    "max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 8192,
-    "kv_cache_memory_bytes": 2 * 2**30, "gpu_memory_utilization": 0.2,
-}  # fmt: skip
+DECODE, PREFILL = 32, 512
+"""Tokens of each prompt of the phases ``decode`` and ``prefill``."""
+LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
 """Options of ``LLM``."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL"}
-"""vLLM's ``compilation_config``: steps as they are, each in one CUDA graph."""
+"""vLLM's ``compilation_config`` on a GPU: a step is not compiled, and is one CUDA graph."""
+MEMORY = {"kv_cache_memory_bytes": 2 * 2**30, "gpu_memory_utilization": 0.2}
 
 
 class Case(NamedTuple):
@@ -73,8 +74,9 @@ CASES = (
     Case("deepseek-v3", "fp8_block128", 4),
     Case("qwen3-30b-a3b", "int4_w4a16_g128", 24),
     Case("qwen3-30b-a3b", "nvfp4_w4a16", 24),
+    Case("tiny", "bf16", 2),
 )
-"""What is served, with the layers of which an H200 holds two models."""
+"""What is served, with the layers of which an H200 holds two models; the last one on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class ServedRow:
     scheme: str
     layers: int
     phase: str
-    """``decode``: sequences get 128 tokens each; ``prefill``: prompts are read."""
+    """``decode``: sequences get new tokens; ``prefill``: prompts are read."""
     M: int
     """Sequences that decode, or tokens of all prompts together."""
     impl: str
@@ -116,7 +118,7 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
         }  # fmt: skip
         self.impl = impl
-        self.log = log.open("a")
+        self.log = log.open("a", buffering=1)
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("served_engine.py"))],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -126,7 +128,7 @@ class Engine:
     def send(self, verb: str, **arguments: Any) -> None:
         """Ask for something, unless the process has ended."""
         assert self.process.stdin is not None
-        if self.process.poll() is None:
+        with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
             self.process.stdin.flush()
 
@@ -139,14 +141,11 @@ class Engine:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
-                self.log.flush()
                 answer = json.loads(line.removeprefix(MARK))
                 if "error" in answer:
                     raise RuntimeError(answer["error"])
                 return answer["reply"]
             self.log.write(line)
-            self.log.flush()
-        self.log.flush()
         raise RuntimeError(f"the engine ended with status {self.process.wait()}")
 
     def ask(self, verb: str, **arguments: Any) -> Any:
@@ -201,7 +200,7 @@ def _written(reply: dict[str, Any]) -> Written:
 def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> Iterator[ServedRow]:
     """The rows of a case: engines take turns."""
     agreement = compared(served, args.new)
-    phases = [("decode", m, m, 32, args.new) for m in args.batches]
+    phases = [("decode", m, m, DECODE, args.new) for m in args.batches]
     phases += [("prefill", m, m // PREFILL, PREFILL, 1) for m in args.prefill]
     for phase, m, prompts, length, new in phases:
         for engine, facts in served:
@@ -216,34 +215,41 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
                 seconds=seconds,
                 start_s=facts["start_s"],
                 compared=agreement if engine.impl == OURS else None,
-                config={"vllm": facts["vllm"], "new": new, **GRAPHS, **args.options},
+                config={"vllm": facts["vllm"], "new": new, **args.options},
             )
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line; without a GPU the default is the tiny model."""
+    cuda = torch.cuda.is_available()
     command = Parser(None, __doc__ or "")
+    add = command.add_argument
     named = {f"{case.model}:{case.scheme}": case for case in CASES}
     lists = {
-        "--cases": ("cases", one_of("case", named), ",".join(named)),
+        "--cases": ("cases", one_of("case", named),
+                    ",".join([*named][:-1] if cuda else [*named][-1:])),
         "--impls": ("impls", one_of("implementation", {x: x for x in SWITCH}), ",".join(SWITCH)),
-        "--batches": ("batches", count, "1,8,64"),
-        "--prefill": ("prefill", count, "8192"),
+        "--batches": ("batches", count, "1,8,64" if cuda else "1,4"),
+        "--prefill": ("prefill", count, "8192" if cuda else "1024"),
     }  # fmt: skip
     for option, (dest, read, default) in lists.items():
         text = "(default: %(default)s)"
-        command.add_argument(
-            option, dest=dest, type=one_or_more(read), default=default, metavar="..,", help=text
-        )
-    command.add_argument("--layers", type=count, help="build fewer layers")
-    command.add_argument("--new", type=count, default=128, help="tokens after a prompt")
-    command.add_argument("--options", type=json.loads, default={}, help="of LLM, as JSON")
-    command.add_argument("--logs", type=Path, default=Path("served_vllm"), help="folder of logs")
-    command.add_argument(
-        "--output", type=Path, default=default_output(), help="folder of the records"
-    )
+        add(option, dest=dest, type=one_or_more(read), default=default, metavar="..,", help=text)
+    add("--layers", type=readable(count), help="build fewer layers; nothing is scaled up")
+    add("--new", type=readable(count), default=128 if cuda else 8, help="tokens after a prompt")
+    add("--options", type=json.loads, default={}, metavar="JSON", help="further ones of vLLM's LLM")
+    add("--logs", type=Path, default=Path("served_vllm"), help="folder of vLLM's logs")
+    add("--output", type=Path, default=default_output(), help="folder of the records")
     add_time_budget(command, "start no case after this long")
     return command.parse_args(arguments)
+
+
+def engine_options(batches: list[int]) -> dict[str, Any]:
+    """Options of ``LLM``: on a GPU the sizes that are timed are captured."""
+    if not torch.cuda.is_available():
+        return {**LIMITS, "enforce_eager": True}
+    graphs = {**GRAPHS, "cudagraph_capture_sizes": batches}
+    return {**LIMITS, **MEMORY, "compilation_config": graphs}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,8 +257,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, begun = options(arguments), time.monotonic()
     path = record_path(args.output, "served_vllm.json")
     args.logs.mkdir(parents=True, exist_ok=True)
-    graphs = {**GRAPHS, "cudagraph_capture_sizes": args.batches}
-    limits = {**LIMITS, "compilation_config": graphs, **args.options}
     engines = [Engine(impl, args.logs / f"{impl}.log") for impl in args.impls]
     rows, failed = 0, []
     for case in args.cases:
@@ -261,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         case = case._replace(layers=min(case.layers, args.layers or case.layers))
         progress(f"{case.model} {case.scheme}, {case.layers} layers")
+        limits = {**engine_options(args.batches), **args.options}
         served = started(case, engines, limits, failed)
         try:
             for row in measured(case, served, args):
@@ -275,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 engine.ask("stop")
     for engine in engines:
         engine.end()
-    return conclude(rows, path, failed)
+    return conclude(rows, path, failed, f"; logs in {args.logs}")
 
 
 if __name__ == "__main__":
