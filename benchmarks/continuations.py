@@ -65,10 +65,15 @@ class Comparison(NamedTuple):
 
 
 def compare(theirs: Written, ours: Written) -> Comparison:
-    """Compare two engines' continuations of the same prompts."""
+    """Compare two engines' continuations of the same prompts.
+
+    Raises:
+        ValueError: a prompt has longer continuations by one engine than by the other.
+    """
     equal, apart, partings = 0, 0.0, []
     for a, b, p, q in zip(theirs.tokens, ours.tokens, theirs.best, ours.best, strict=True):
-        assert len(a) == len(b)
+        if len(a) != len(b):
+            raise ValueError(f"continuations must have as many tokens, got {len(a)} and {len(b)}")
         same = next((i for i in range(len(a)) if a[i] != b[i]), len(a))
         equal += same
         for i in range(same):

@@ -79,27 +79,27 @@ def prompts(engine: LLM, count: int, length: int) -> list[dict[str, list[int]]]:
 
 def timed(engine: LLM, count: int, length: int, new: int) -> list[float]:
     """Seconds of each round in which the engine continues ``count`` prompts."""
-    how = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     asked, seconds = prompts(engine, count, length), []
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
-        engine.generate(asked, how, use_tqdm=False)
+        engine.generate(asked, greedy, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
     return seconds[1:]
 
 
 def written(engine: LLM, new: int) -> dict[str, Any]:
     """Greedy tokens, and the best tokens at each position with log-probabilities."""
-    how = SamplingParams(
+    greedy = SamplingParams(
         temperature=0, max_tokens=new, logprobs=BEST, ignore_eos=True, detokenize=False
     )
-    done = engine.generate(prompts(engine, COMPARED, LENGTH), how, use_tqdm=False)
+    done = engine.generate(prompts(engine, COMPARED, LENGTH), greedy, use_tqdm=False)
     outputs = [request.outputs[0] for request in done]
     best = [
-        [{token: found.logprob for token, found in position.items()} for position in one.logprobs]
-        for one in outputs
+        [{token: one.logprob for token, one in position.items()} for position in output.logprobs]
+        for output in outputs
     ]
-    return {"tokens": [list(one.token_ids) for one in outputs], "best": best}
+    return {"tokens": [list(output.token_ids) for output in outputs], "best": best}
 
 
 def experts_in(model: nn.Module) -> list[str]:
@@ -113,7 +113,7 @@ class Served:
     """The model that is served now, if any: a method for each verb of a request."""
 
     def __init__(self) -> None:
-        self.engine: LLM | None = None
+        self.engine: Any = None
 
     def start(self, case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         """Start an engine on a model."""
@@ -125,12 +125,10 @@ class Served:
 
     def write(self, new: int) -> dict[str, Any]:
         """Continue the compared prompts."""
-        assert self.engine is not None
         return written(self.engine, new)
 
     def time(self, count: int, length: int, new: int) -> list[float]:
         """Time the continuation of prompts."""
-        assert self.engine is not None
         return timed(self.engine, count, length, new)
 
     def stop(self) -> None:

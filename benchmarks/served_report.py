@@ -34,12 +34,16 @@ def _cases(rows: list[Record]) -> list[tuple[str, str, int]]:
     return list(dict.fromkeys((row["model"], row["scheme"], row["layers"]) for row in rows))
 
 
+def _of(rows: list[Record], case: tuple[str, str, int]) -> list[Record]:
+    return [row for row in rows if (row["model"], row["scheme"], row["layers"]) == case]
+
+
 def _speeds(rows: list[Record]) -> str:
     """Two lines a case: this library's experts, and vLLM's own by their classes."""
     phases = sorted({(row["phase"], row["M"]) for row in rows})
     lines = []
     for case in _cases(rows):
-        mine = [row for row in rows if (row["model"], row["scheme"], row["layers"]) == case]
+        mine = _of(rows, case)
         speed = {(row["impl"], row["phase"], row["M"]): row["tokens_per_s"] for row in mine}
         for impl in sorted({row["impl"] for row in mine}, key=lambda impl: impl != OURS):
             experts = next(row["experts"] for row in mine if row["impl"] == impl)
@@ -60,13 +64,12 @@ def _cell(speed: dict[tuple[str, str, int], float], impl: str, phase: tuple[str,
 def _compared(rows: list[Record]) -> str:
     lines = []
     for model, scheme, layers in _cases(rows):
-        mine = (row for row in rows if (row["model"], row["scheme"], row["layers"])
-                == (model, scheme, layers))  # fmt: skip
-        found = next((row["compared"] for row in mine if row["compared"]), None)
-        if found is not None:
-            ties = found["near_ties"]
+        mine = _of(rows, (model, scheme, layers))
+        compared = next((row["compared"] for row in mine if row["compared"]), None)
+        if compared is not None:
+            ties, apart = compared["near_ties"], f"{compared['apart']:.3f}"
             parted = f"{len(ties)}, near ties: {sum(ties)}"
-            lines.append([f"{model}, {layers} layers", f"`{scheme}`",
-                          str(found["equal"]), f"{found['apart']:.3f}", parted])  # fmt: skip
+            name = f"{model}, {layers} layers"
+            lines.append([name, f"`{scheme}`", str(compared["equal"]), apart, parted])
     head = ["model", "weights", "equal tokens", "apart", "parted"]
     return markdown(head, lines, labels=2)

@@ -28,17 +28,7 @@ import torch
 from continuations import Written, compare
 from tables import OURS
 
-from moe_ops.bench.command import (
-    Parser,
-    add_time_budget,
-    conclude,
-    count,
-    one_of,
-    one_or_more,
-    print_row,
-    progress,
-    readable,
-)
+from moe_ops.bench import command
 from moe_ops.bench.harness import default_output, record_path, write_rows
 
 MARK = "REPLY "
@@ -46,6 +36,7 @@ MARK = "REPLY "
 THEIRS = "vllm"
 SWITCH = {OURS: "1", THEIRS: "0"}
 """Implementation -> ``MOE_OPS_VLLM`` of its process."""
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 KEY = ("model", "scheme", "layers", "phase", "M", "impl")
 WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "phase": 8, "M": 6, "impl": 8, "experts": 24,
           "tokens_per_s": 12, "start_s": 8}  # fmt: skip
@@ -74,9 +65,9 @@ CASES = (
     Case("deepseek-v3", "fp8_block128", 4),
     Case("qwen3-30b-a3b", "int4_w4a16_g128", 24),
     Case("qwen3-30b-a3b", "nvfp4_w4a16", 24),
-    Case("tiny", "bf16", 2),
 )
-"""What is served, with the layers of which an H200 holds two models; the last one on a CPU."""
+"""What is served on a GPU, with the layers of which an H200 holds two models."""
+TINY = Case("tiny", "bf16", 2)
 
 
 @dataclass(frozen=True)
@@ -113,21 +104,21 @@ class Engine:
     """
 
     def __init__(self, impl: str, log: Path) -> None:
-        environment = {
-            **os.environ, "MOE_OPS_VLLM": SWITCH[impl], "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-        }  # fmt: skip
+        environment = {**os.environ, **ENVIRONMENT, "MOE_OPS_VLLM": SWITCH[impl]}
         self.impl = impl
         self.log = log.open("a", buffering=1)
-        self.process = subprocess.Popen(
+        self.process: Any = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("served_engine.py"))],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, bufsize=1,
-        )  # fmt: skip
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+        )
 
     def send(self, verb: str, **arguments: Any) -> None:
         """Ask for something, unless the process has ended."""
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
             self.process.stdin.flush()
@@ -138,7 +129,6 @@ class Engine:
         Raises:
             RuntimeError: what was asked for failed, or the process has ended.
         """
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
                 answer = json.loads(line.removeprefix(MARK))
@@ -222,26 +212,27 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; without a GPU the default is the tiny model."""
     cuda = torch.cuda.is_available()
-    command = Parser(None, __doc__ or "")
-    add = command.add_argument
-    named = {f"{case.model}:{case.scheme}": case for case in CASES}
+    parser, number = command.Parser(None, __doc__ or ""), command.readable(command.count)
+    add = parser.add_argument
+    named = {f"{case.model}:{case.scheme}": case for case in (*CASES, TINY)}
+    usual = [*named][:-1] if cuda else [*named][-1:]
+    impl = command.one_of("implementation", {name: name for name in SWITCH})
     lists = {
-        "--cases": ("cases", one_of("case", named),
-                    ",".join([*named][:-1] if cuda else [*named][-1:])),
-        "--impls": ("impls", one_of("implementation", {x: x for x in SWITCH}), ",".join(SWITCH)),
-        "--batches": ("batches", count, "1,8,64" if cuda else "1,4"),
-        "--prefill": ("prefill", count, "8192" if cuda else "1024"),
-    }  # fmt: skip
-    for option, (dest, read, default) in lists.items():
-        text = "(default: %(default)s)"
-        add(option, dest=dest, type=one_or_more(read), default=default, metavar="..,", help=text)
-    add("--layers", type=readable(count), help="build fewer layers; nothing is scaled up")
-    add("--new", type=readable(count), default=128 if cuda else 8, help="tokens after a prompt")
+        "cases": (command.one_of("case", named), ",".join(usual)),
+        "impls": (impl, ",".join(SWITCH)),
+        "batches": (command.count, "1,8,64" if cuda else "1,4"),
+        "prefill": (command.count, "8192" if cuda else "1024"),
+    }
+    for name, (read, default) in lists.items():
+        several, text = command.one_or_more(read), "(default: %(default)s)"
+        add(f"--{name}", type=several, default=default, metavar="..,", help=text)
+    add("--layers", type=number, help="build fewer layers; nothing is scaled up")
+    add("--new", type=number, default=128 if cuda else 8, help="tokens after a prompt")
     add("--options", type=json.loads, default={}, metavar="JSON", help="further ones of vLLM's LLM")
     add("--logs", type=Path, default=Path("served_vllm"), help="folder of vLLM's logs")
     add("--output", type=Path, default=default_output(), help="folder of the records")
-    add_time_budget(command, "start no case after this long")
-    return command.parse_args(arguments)
+    command.add_time_budget(parser, "start no case after this long")
+    return parser.parse_args(arguments)
 
 
 def engine_options(batches: list[int]) -> dict[str, Any]:
@@ -264,12 +255,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"no time left for {case.model} {case.scheme}, and the rest")
             break
         case = case._replace(layers=min(case.layers, args.layers or case.layers))
-        progress(f"{case.model} {case.scheme}, {case.layers} layers")
+        command.progress(f"{case.model} {case.scheme}, {case.layers} layers")
         limits = {**engine_options(args.batches), **args.options}
         served = started(case, engines, limits, failed)
         try:
             for row in measured(case, served, args):
-                print_row(asdict(row), WIDTHS, head=rows == 0)
+                command.print_row(asdict(row), WIDTHS, head=rows == 0)
                 rows += 1
                 if path:
                     write_rows(path, [row], KEY)
@@ -280,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 engine.ask("stop")
     for engine in engines:
         engine.end()
-    return conclude(rows, path, failed, f"; logs in {args.logs}")
+    return command.conclude(rows, path, failed, f"; logs in {args.logs}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ models = import_module("served_models")
 served = import_module("served_vllm")
 report = import_module("served_report")
 
-REAL = served.CASES[:-1]
 HIDDEN, INNER, EXPERTS = 256, 128, 8
 SMALL = {
     "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 4,
@@ -57,7 +56,7 @@ def dense(layer, name):
     return moe_ops.dequantize_weight(moe_ops.QTensor(*held), layer.scheme).float()
 
 
-@every_row("case", REAL)
+@every_row("case", served.CASES)
 def test_checkpoints_load(small, tmp_path_factory, case):
     """This library reads every checkpoint by the names and formats that publishers use."""
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -81,7 +80,7 @@ def test_checkpoints_load(small, tmp_path_factory, case):
         moe_ops.load_checkpoint(layer, folder, prefix=prefix, progress=False)
 
 
-@every_row("case", REAL)
+@every_row("case", served.CASES)
 def test_what_is_quantized(small, case):
     """Experts alone: the configuration names all other linear layers; equal calls, equal bits."""
     built = models.shell(case.model, 2)
