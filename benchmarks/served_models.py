@@ -32,7 +32,7 @@ _DEEPSEEK = {
     "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4,
     "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 4096, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 _TINY = {
     **SPECS["tiny-qwen3"].sizes, "hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 64,

@@ -87,7 +87,10 @@ def test_what_is_quantized(small, case):
     first, again = (dict(models.tensors(built, case.scheme)) for _ in range(2))
     assert all(torch.equal(first[name].float(), again[name].float()) for name in first)
     assert list(first) == list(again)
-    quantized = models.described(built, case.scheme).get("quantization_config", {})
+    config = models.described(built, case.scheme)
+    quantized = config.get("quantization_config", {})
+    biased = any("e_score_correction_bias" in name for name in first)
+    assert biased == (config.get("topk_method") == "noaux_tc"), "vLLM reads the bias with it alone"
     left_out = quantized.get("ignore") or quantized.get("modules_to_not_convert") or ()
     plain = {name.removesuffix(".weight") for name in first
              if "_proj.weight" in name and ".experts." not in name}  # fmt: skip
