@@ -38,6 +38,7 @@ import peers_report  # noqa: E402
 import quality_report  # noqa: E402
 import ranks_report  # noqa: E402
 import report  # noqa: E402
+import served_report  # noqa: E402
 import training_report  # noqa: E402
 import tuning_report  # noqa: E402
 
@@ -414,6 +415,7 @@ PAGES = {
     "names": names,
     "headline": headline,
     "beside_peers": lambda: peers_report.report(report.read_records(RESULTS)),
+    "served_vllm": lambda: served_report.report(report.read_records(RESULTS, "served_vllm.json")),
     "inside_vllm": lambda: inside_report.report(report.read_records(RESULTS, "inside_vllm.json")),
     "layers": layer_tables,
     "plots": plots,

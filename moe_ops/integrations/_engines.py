@@ -80,4 +80,4 @@ def weight_scales(scale: Tensor, num_local_experts: int, scheme: Scheme) -> Tens
 def block_name(element: str, shape: tuple[int, ...]) -> str:
     """Return the name of the scheme with square or oblong blocks of an element."""
     rows, cols = shape
-    return f"{element}_block{rows}x{cols}"
+    return f"{element}_block{rows}" if rows == cols else f"{element}_block{rows}x{cols}"

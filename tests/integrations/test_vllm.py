@@ -42,6 +42,12 @@ OTHER_KEYS = {
 }
 
 
+def test_names_of_blocks():
+    """The log has the names that the documentation has."""
+    assert _engines.block_name("fp8", (128, 128)) == "fp8_block128"
+    assert _engines.block_name("int8", (64, 128)) == "int8_block64x128"
+
+
 @pytest.fixture
 def engine(monkeypatch):
     """The plug-in on stand-ins, its log empty."""

@@ -7,13 +7,16 @@ close as the engines' log-probabilities are elsewhere: these near ties are print
 the make target passes).
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
+import continuations
 import pytest
+import served_vllm
 import torch
 from peers import INSIDE, PEERS
 from vllm_models import FORMATS, gpt_oss, int8_demo, quantized_demo
-from vllm_serve import compare, served
+from vllm_serve import CPU, TOKENS, served
 
 from moe_ops.bench import problems
 from moe_ops.bench.harness import relative_error
@@ -64,6 +67,17 @@ def written(tmp_path_factory):
         return dict(zip(SCHEMES, zip(*(run.result() for run in runs), strict=True), strict=True))
 
 
+def compare(name, theirs, ours, *, ties):
+    """Compare two engines' continuations, and print where they part."""
+    assert {len(one) for one in theirs.tokens} == {TOKENS}
+    found = continuations.compare(theirs, ours)
+    equal, apart = found.equal, found.apart
+    print(f"\n{name}: {equal} tokens before any difference, log-probabilities {apart:.1e} apart")
+    for position, first, second, tokens in found.partings:
+        print(f"  parted at {position}: vLLM's {first}, ours {second}, of {tokens}")
+    assert all(ties and near for near in found.ties())
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_served(written, name):
     """Texts are equal; this library's operators ran, and no others' ran in their place.
@@ -76,6 +90,22 @@ def test_served(written, name):
     assert f"moe_ops: runs the experts: {SCHEMES[name]}" in ours.log
     assert ours.launches > 0 and theirs.launches == 0 and "moe_ops: " not in theirs.log
     compare(name, theirs, ours, ties="float32" not in name)
+
+
+def test_benchmark_serves(tmp_path, monkeypatch):
+    """`benchmarks/served_vllm.py` with its tiny model: both experts run, and write the same."""
+    for name, value in CPU.items():
+        monkeypatch.setenv(name, value)
+    where = ["--output", str(tmp_path), "--logs", str(tmp_path)]
+    assert served_vllm.main(where) == 0, (tmp_path / "moe_ops.log").read_text()[-4000:]
+    rows = json.loads((tmp_path / "cpu/served_vllm.json").read_text())["rows"]
+    ours, theirs = ([row for row in rows if row["impl"] == impl] for impl in ("moe_ops", "vllm"))
+    assert {row["experts"] for row in ours} == {"MoeOpsExperts"}
+    assert all("MoeOps" not in row["experts"] for row in theirs)
+    assert [(row["phase"], row["M"]) for row in ours] == [
+        (row["phase"], row["M"]) for row in theirs
+    ]
+    assert all(all(row["compared"]["near_ties"]) for row in ours)
 
 
 @pytest.mark.parametrize("scheme", PEERS[INSIDE].makers)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from served_models import compressed, modelopt
 from torch import Tensor
 from vllm_formats import awq, rows_first
 
@@ -20,6 +21,8 @@ from moe_ops.demo import MODEL
 from moe_ops.tensors import QTensor
 
 LEFT_OUT = ("self_attn", "mlp.gate", "lm_head")
+IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+"""The same as compressed-tensors writes it."""
 
 
 class Format(NamedTuple):
@@ -60,33 +63,21 @@ def mxfp8_tensors(q: QTensor) -> dict[str, Tensor]:
     return {"weight": q.data[0], "weight_scale": q.scale[0]}
 
 
-def compressed(format: str, **weights: Any) -> dict[str, Any]:
-    """What compressed-tensors writes about all linear layers but `LEFT_OUT`."""
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "strategy": "group", **weights},
-             "input_activations": None}  # fmt: skip
-    return {
-        "quant_method": "compressed-tensors", "format": format,
-        "quantization_status": "compressed", "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-    }  # fmt: skip
-
-
 FORMATS = {
     "compressed-tensors int4": Format(
         "int4_w4a16_g32", int4_tensors,
-        compressed("pack-quantized", num_bits=4, type="int", group_size=32),
+        compressed(IGNORED, "pack-quantized", num_bits=4, type="int", group_size=32),
     ),
     "AWQ": Format("int4_w4a16_g64_zp", awq_tensors, {
         "quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": list(LEFT_OUT),
     }),
-    "ModelOpt NVFP4": Format("nvfp4_w4a16", nvfp4_tensors, {
-        "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
-        "ignore": [f"*{name}*" for name in LEFT_OUT],
-    }),
+    "ModelOpt NVFP4": Format(
+        "nvfp4_w4a16", nvfp4_tensors, modelopt([f"*{name}*" for name in LEFT_OUT])
+    ),
     "compressed-tensors MXFP8": Format(
         "|fp8:1x32:e8m0", mxfp8_tensors,
-        compressed("mxfp8-quantized", num_bits=8, type="float", group_size=32,
+        compressed(IGNORED, "mxfp8-quantized", num_bits=8, type="float", group_size=32,
                    scale_dtype="torch.uint8"),
     ),
 }  # fmt: skip

@@ -67,24 +67,6 @@ def served(ours: bool, *models: dict[str, Any]) -> list[Written]:
     return written
 
 
-def compare(name: str, theirs: Written, ours: Written, *, ties: bool) -> None:
-    """Compare two engines' continuations, and print where they part."""
-    equal, parted, apart = 0, [], 0.0
-    for a, b, p, q in zip(theirs.tokens, ours.tokens, theirs.best, ours.best, strict=True):
-        assert len(a) == len(b) == TOKENS
-        same = next((i for i in range(TOKENS) if a[i] != b[i]), TOKENS)
-        equal += same
-        for i in range(same):
-            apart = max(apart, *(abs(p[i][token] - q[i][token]) for token in set(p[i]) & set(q[i])))
-        if same < TOKENS:
-            parted.append((same, p[same], q[same], {a[same], b[same]}))
-    print(f"\n{name}: {equal} tokens before any difference, log-probabilities {apart:.1e} apart")
-    for position, p, q, tokens in parted:
-        gap = min(max(best.values()) - min(best.values()) for best in (p, q))
-        print(f"  parted at {position}: vLLM's {p}, ours {q}, a gap of {gap:.1e}")
-        assert ties and gap <= apart and tokens <= set(p) & set(q)
-
-
 def main() -> None:
     """Serve each model, and print its result after `MARK`."""
     for options in json.loads(sys.argv[1]):

@@ -1,0 +1,159 @@
+"""An engine of vLLM in a process of its own, which serves models of `served_models` one by one.
+
+It reads a request a line and prints its reply as JSON after `MARK`, beside vLLM's own log.
+`served_vllm.py` starts it, with the plug-in on or off.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import served_models
+import torch
+import vllm
+from served_vllm import MARK
+from torch import nn
+from vllm import LLM, SamplingParams
+from vllm.config import ModelConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from moe_ops.integrations._engines import say_once
+
+COMPARED, LENGTH = 8, 32
+"""Prompts whose continuations are compared, and their tokens."""
+BEST = 5
+"""Tokens at each position of which log-probabilities are noted."""
+ROUNDS = 3
+"""Timed rounds, after one that is not."""
+
+
+@register_model_loader("random")
+class RandomLoader(BaseModelLoader):
+    """Gives a model's own loader the tensors of `served_models`."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing is downloaded."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load random tensors; ``model_loader_extra_config`` says of which model."""
+        case = self.load_config.model_loader_extra_config
+        built = served_models.shell(case["model"], case["layers"])
+        with next(model.parameters()).device:
+            model.load_weights(served_models.tensors(built, case["scheme"]))
+
+
+def engine_of(case: dict[str, Any], options: dict[str, Any]) -> LLM:
+    """Start an engine on a model, with options of ``LLM``."""
+    built = served_models.shell(case["model"], case["layers"])
+    with tempfile.TemporaryDirectory() as folder:
+        config = served_models.described(built, case["scheme"])
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return LLM(
+            model=folder,
+            load_format="random",
+            model_loader_extra_config=case,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            dtype="bfloat16",
+            seed=0,
+            **options,
+        )
+
+
+def prompts(engine: LLM, count: int, length: int) -> list[dict[str, list[int]]]:
+    """Prompts of random tokens, the same for every engine."""
+    generator = torch.Generator().manual_seed(count + length)
+    vocabulary = engine.model_config.get_vocab_size()
+    ids = torch.randint(vocabulary, (count, length), generator=generator)
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
+
+
+def timed(engine: LLM, count: int, length: int, new: int) -> list[float]:
+    """Seconds of each round in which the engine continues ``count`` prompts."""
+    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    asked, seconds = prompts(engine, count, length), []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        engine.generate(asked, greedy, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def written(engine: LLM, new: int) -> dict[str, Any]:
+    """Greedy tokens, and the best tokens at each position with log-probabilities."""
+    greedy = SamplingParams(
+        temperature=0, max_tokens=new, logprobs=BEST, ignore_eos=True, detokenize=False
+    )
+    done = engine.generate(prompts(engine, COMPARED, LENGTH), greedy, use_tqdm=False)
+    outputs = [request.outputs[0] for request in done]
+    best = [
+        [{token: one.logprob for token, one in position.items()} for position in output.logprobs]
+        for output in outputs
+    ]
+    return {"tokens": [list(output.token_ids) for output in outputs], "best": best}
+
+
+def experts_in(model: nn.Module) -> list[str]:
+    """The names of the classes of experts that a model's layers run."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    kernels = (getattr(method, "moe_kernel", None) for method in methods)
+    return sorted({type(kernel.impl.fused_experts).__name__ for kernel in kernels if kernel})
+
+
+class Served:
+    """The model that is served now, if any: a method for each verb of a request."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+
+    def start(self, case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        """Start an engine on a model."""
+        begun = time.perf_counter()
+        self.engine = engine_of(case, options)
+        seconds = time.perf_counter() - begun
+        experts = self.engine.apply_model(experts_in)[0]
+        return {"start_s": seconds, "experts": experts, "vllm": vllm.__version__}
+
+    def write(self, new: int) -> dict[str, Any]:
+        """Continue the compared prompts."""
+        return written(self.engine, new)
+
+    def time(self, count: int, length: int, new: int) -> list[float]:
+        """Time the continuation of prompts."""
+        return timed(self.engine, count, length, new)
+
+    def stop(self) -> None:
+        """Let go of a model and of what it compiled; its log lines may be written again."""
+        self.engine = None
+        cleanup_dist_env_and_memory()
+        torch.compiler.reset()
+        say_once.cache_clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Answer each line of stdin: a verb and its arguments."""
+    served = Served()
+    verbs = {"start": served.start, "write": served.write, "time": served.time, "stop": served.stop}
+    for line in sys.stdin:
+        verb, arguments = json.loads(line)
+        try:
+            reply = {"reply": verbs[verb](**arguments)}
+        except Exception as error:  # the log says where; other models are served
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+        print(MARK + json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()

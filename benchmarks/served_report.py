@@ -1,0 +1,75 @@
+"""The record of `served_vllm.py` as Markdown tables."""
+
+from __future__ import annotations
+
+from report import source
+from tables import OURS, Record, markdown
+
+NONE = "No model has been served on a GPU yet (`python benchmarks/served_vllm.py`)."
+LEGEND = f"""\
+Tokens per second of an engine, of all sequences together: new tokens of sequences that decode, and
+tokens of prompts. In brackets: how many times as many {OURS} makes."""
+COMPARED = """\
+Greedy continuations with both experts: tokens that are equal before any difference, how far apart
+log-probabilities are at most up to there, and at how many places the continuations part. At a near
+tie an engine finds the two tokens no further apart than that."""
+
+
+def report(records: list[Record]) -> str:
+    """The Markdown of all ``records``: speeds of each GPU, and what the engines wrote."""
+    parts = [part for record in records for part in _parts(record)]
+    return "\n\n".join([LEGEND, *parts]) if parts else NONE
+
+
+def _parts(record: Record) -> list[str]:
+    rows = record["rows"]
+    if not rows:
+        return []
+    versions = ", ".join(sorted({row["config"]["vllm"] for row in rows}))
+    told = f"vLLM {versions} on {source(record)}"
+    return [f"### {record['gpu']}", told, _speeds(rows), COMPARED, _compared(rows)]
+
+
+def _cases(rows: list[Record]) -> list[tuple[str, str, int]]:
+    return list(dict.fromkeys((row["model"], row["scheme"], row["layers"]) for row in rows))
+
+
+def _of(rows: list[Record], case: tuple[str, str, int]) -> list[Record]:
+    return [row for row in rows if (row["model"], row["scheme"], row["layers"]) == case]
+
+
+def _speeds(rows: list[Record]) -> str:
+    """Two lines a case: this library's experts, and vLLM's own by their classes."""
+    phases = sorted({(row["phase"], row["M"]) for row in rows})
+    lines = []
+    for case in _cases(rows):
+        mine = _of(rows, case)
+        speed = {(row["impl"], row["phase"], row["M"]): row["tokens_per_s"] for row in mine}
+        for impl in sorted({row["impl"] for row in mine}, key=lambda impl: impl != OURS):
+            experts = next(row["experts"] for row in mine if row["impl"] == impl)
+            cells = [_cell(speed, impl, phase) for phase in phases]
+            name = [f"{case[0]}, {case[2]} layers", f"`{case[1]}`"] if impl == OURS else ["", ""]
+            lines.append([*name, OURS if impl == OURS else f"`{experts}`", *cells])
+    head = ["model", "weights", "experts", *(f"{phase} {m}" for phase, m in phases)]
+    return markdown(head, lines, labels=3)
+
+
+def _cell(speed: dict[tuple[str, str, int], float], impl: str, phase: tuple[str, int]) -> str:
+    mine, ours = speed.get((impl, *phase)), speed.get((OURS, *phase))
+    if mine is None:
+        return "-"
+    return f"{mine:,.0f}" if impl == OURS or ours is None else f"{mine:,.0f} ({ours / mine:.2f})"
+
+
+def _compared(rows: list[Record]) -> str:
+    lines = []
+    for model, scheme, layers in _cases(rows):
+        mine = _of(rows, (model, scheme, layers))
+        compared = next((row["compared"] for row in mine if row["compared"]), None)
+        if compared is not None:
+            ties, apart = compared["near_ties"], f"{compared['apart']:.3f}"
+            parted = f"{len(ties)}, near ties: {sum(ties)}"
+            name = f"{model}, {layers} layers"
+            lines.append([name, f"`{scheme}`", str(compared["equal"]), apart, parted])
+    head = ["model", "weights", "equal tokens", "apart", "parted"]
+    return markdown(head, lines, labels=2)

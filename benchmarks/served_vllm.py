@@ -1,0 +1,278 @@
+"""Whole models served by vLLM, with this library's experts and with vLLM's own: tokens a second.
+
+    python benchmarks/served_vllm.py
+
+Two processes serve each model, with the plug-in on in one and off in the other
+(`served_engine.py`). They start at the same time, so that a GPU must hold the model twice, and take
+turns to be timed. Checkpoints have real sizes and random numbers, and steps that decode are
+replayed from CUDA graphs. The greedy continuations are compared; where they part, the best tokens
+are recorded. The record is ``served_vllm.json``. Without a GPU a tiny model is served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from continuations import Written, compare
+from tables import OURS
+
+from moe_ops.bench import command
+from moe_ops.bench.harness import default_output, record_path, write_rows
+
+MARK = "REPLY "
+"""What a line of an engine that is no log begins with."""
+THEIRS = "vllm"
+SWITCH = {OURS: "1", THEIRS: "0"}
+"""Implementation -> ``MOE_OPS_VLLM`` of its process."""
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+KEY = ("model", "scheme", "layers", "phase", "M", "impl")
+WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "phase": 8, "M": 6, "impl": 8, "experts": 24,
+          "tokens_per_s": 12, "start_s": 8}  # fmt: skip
+DECODE, PREFILL = 32, 512
+"""Tokens of each prompt of the phases ``decode`` and ``prefill``."""
+LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+"""Options of ``LLM``."""
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL"}
+"""vLLM's ``compilation_config`` on a GPU: a step is not compiled, and is one CUDA graph."""
+MEMORY = {"kv_cache_memory_bytes": 2 * 2**30, "gpu_memory_utilization": 0.2}
+
+
+class Case(NamedTuple):
+    """A checkpoint."""
+
+    model: str
+    scheme: str
+    layers: int
+
+
+CASES = (
+    Case("qwen3-30b-a3b", "bf16", 48),
+    Case("gpt-oss-120b", "mxfp4_w4a16", 18),
+    Case("qwen3-30b-a3b", "fp8_block128", 24),
+    Case("mixtral-8x7b", "bf16", 8),
+    Case("deepseek-v3", "fp8_block128", 4),
+    Case("qwen3-30b-a3b", "int4_w4a16_g128", 24),
+    Case("qwen3-30b-a3b", "nvfp4_w4a16", 24),
+)
+"""What is served on a GPU, with the layers of which an H200 holds two models."""
+TINY = Case("tiny", "bf16", 2)
+
+
+@dataclass(frozen=True)
+class ServedRow:
+    """One measured combination; the first six fields are its key."""
+
+    model: str
+    scheme: str
+    layers: int
+    phase: str
+    """``decode``: sequences get new tokens; ``prefill``: prompts are read."""
+    M: int
+    """Sequences that decode, or tokens of all prompts together."""
+    impl: str
+    experts: str
+    """The classes of experts that vLLM ran."""
+    tokens_per_s: float
+    """New tokens, or tokens of prompts, over the median of ``seconds``."""
+    seconds: list[float]
+    """Each round, from the call of ``generate`` to its return."""
+    start_s: float
+    """Until the engine could serve: weights made and converted, graphs captured."""
+    compared: dict[str, Any] | None
+    """How far the continuations of the compared prompts are those of vLLM's own experts."""
+    config: dict[str, Any]
+
+
+class Engine:
+    """A process that serves models.
+
+    Args:
+        impl: `OURS` or `THEIRS`.
+        log: a file that gets what vLLM prints.
+    """
+
+    def __init__(self, impl: str, log: Path) -> None:
+        environment = {**os.environ, **ENVIRONMENT, "MOE_OPS_VLLM": SWITCH[impl]}
+        self.impl = impl
+        self.log = log.open("a", buffering=1)
+        self.process: Any = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("served_engine.py"))],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+        )
+
+    def send(self, verb: str, **arguments: Any) -> None:
+        """Ask for something, unless the process has ended."""
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
+            self.process.stdin.flush()
+
+    def receive(self) -> Any:
+        """The answer.
+
+        Raises:
+            RuntimeError: what was asked for failed, or the process has ended.
+        """
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                answer = json.loads(line.removeprefix(MARK))
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                return answer["reply"]
+            self.log.write(line)
+        raise RuntimeError(f"the engine ended with status {self.process.wait()}")
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        """Ask for something, and return the answer."""
+        self.send(verb, **arguments)
+        return self.receive()
+
+    def end(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+class Served(NamedTuple):
+    """A model that an engine serves."""
+
+    engine: Engine
+    facts: dict[str, Any]
+    """What the engine said when it had started."""
+
+
+def started(
+    case: Case, engines: Sequence[Engine], options: dict[str, Any], failed: list[str]
+) -> list[Served]:
+    """Start a model in all engines at the same time; ``failed`` gets those that could not."""
+    for engine in engines:
+        engine.send("start", case=case._asdict(), options=options)
+    served = []
+    for engine in engines:
+        try:
+            served.append(Served(engine, engine.receive()))
+        except RuntimeError as error:
+            failed.append(f"{case.model} {case.scheme} {engine.impl}: {error}")
+    return served
+
+
+def compared(served: Sequence[Served], new: int) -> dict[str, Any] | None:
+    """How far the continuations of both engines agree; None of one engine alone."""
+    written = {one.engine.impl: _written(one.engine.ask("write", new=new)) for one in served}
+    if len(written) < len(SWITCH):
+        return None
+    return compare(written[THEIRS], written[OURS]).as_json()
+
+
+def _written(reply: dict[str, Any]) -> Written:
+    """What an engine wrote, as JSON had it."""
+    best = [[{int(t): p for t, p in x.items()} for x in one] for one in reply["best"]]
+    return Written(reply["tokens"], best)
+
+
+def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> Iterator[ServedRow]:
+    """The rows of a case: engines take turns."""
+    agreement = compared(served, args.new)
+    phases = [("decode", m, m, DECODE, args.new) for m in args.batches]
+    phases += [("prefill", m, m // PREFILL, PREFILL, 1) for m in args.prefill]
+    for phase, m, prompts, length, new in phases:
+        for engine, facts in served:
+            seconds = engine.ask("time", count=prompts, length=length, new=new)
+            yield ServedRow(
+                *case,
+                phase=phase,
+                M=m,
+                impl=engine.impl,
+                experts=", ".join(facts["experts"]),
+                tokens_per_s=m * new / median(seconds),
+                seconds=seconds,
+                start_s=facts["start_s"],
+                compared=agreement if engine.impl == OURS else None,
+                config={"vllm": facts["vllm"], "new": new, **args.options},
+            )
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; without a GPU the default is the tiny model."""
+    cuda = torch.cuda.is_available()
+    parser, number = command.Parser(None, __doc__ or ""), command.readable(command.count)
+    add = parser.add_argument
+    named = {f"{case.model}:{case.scheme}": case for case in (*CASES, TINY)}
+    usual = [*named][:-1] if cuda else [*named][-1:]
+    impl = command.one_of("implementation", {name: name for name in SWITCH})
+    lists = {
+        "cases": (command.one_of("case", named), ",".join(usual)),
+        "impls": (impl, ",".join(SWITCH)),
+        "batches": (command.count, "1,8,64" if cuda else "1,4"),
+        "prefill": (command.count, "8192" if cuda else "1024"),
+    }
+    for name, (read, default) in lists.items():
+        several, text = command.one_or_more(read), "(default: %(default)s)"
+        add(f"--{name}", type=several, default=default, metavar="..,", help=text)
+    add("--layers", type=number, help="build fewer layers; nothing is scaled up")
+    add("--new", type=number, default=128 if cuda else 8, help="tokens after a prompt")
+    add("--options", type=json.loads, default={}, metavar="JSON", help="further ones of vLLM's LLM")
+    add("--logs", type=Path, default=Path("served_vllm"), help="folder of vLLM's logs")
+    add("--output", type=Path, default=default_output(), help="folder of the records")
+    command.add_time_budget(parser, "start no case after this long")
+    return parser.parse_args(arguments)
+
+
+def engine_options(batches: list[int]) -> dict[str, Any]:
+    """Options of ``LLM``: on a GPU the sizes that are timed are captured."""
+    if not torch.cuda.is_available():
+        return {**LIMITS, "enforce_eager": True}
+    graphs = {**GRAPHS, "cudagraph_capture_sizes": batches}
+    return {**LIMITS, **MEMORY, "compilation_config": graphs}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve all cases within the time budget; returns 1 after a failure."""
+    args, begun = options(arguments), time.monotonic()
+    path = record_path(args.output, "served_vllm.json")
+    args.logs.mkdir(parents=True, exist_ok=True)
+    engines = [Engine(impl, args.logs / f"{impl}.log") for impl in args.impls]
+    rows, failed = 0, []
+    for case in args.cases:
+        if time.monotonic() - begun > args.time_budget_s:
+            print(f"no time left for {case.model} {case.scheme}, and the rest")
+            break
+        case = case._replace(layers=min(case.layers, args.layers or case.layers))
+        command.progress(f"{case.model} {case.scheme}, {case.layers} layers")
+        limits = {**engine_options(args.batches), **args.options}
+        served = started(case, engines, limits, failed)
+        try:
+            for row in measured(case, served, args):
+                command.print_row(asdict(row), WIDTHS, head=rows == 0)
+                rows += 1
+                if path:
+                    write_rows(path, [row], KEY)
+        except RuntimeError as error:
+            failed.append(f"{case.model} {case.scheme}: {error}")
+        for engine in engines:
+            with suppress(RuntimeError):
+                engine.ask("stop")
+    for engine in engines:
+        engine.end()
+    return command.conclude(rows, path, failed, f"; logs in {args.logs}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
