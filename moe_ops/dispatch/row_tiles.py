@@ -82,13 +82,16 @@ def with_map(rule: TileRule, expert_map: Tensor | None) -> TileRule:
     A tracer's sizes may be symbols. It asks for the sizes of plans only, which are the same.
     """
     every = None if expert_map is None else expert_map.shape[0]
-    return routed_among(rule, every) if type(every) is int else rule
+    return routed_among(rule, every if type(every) is int else None)
 
 
 @lru_cache(maxsize=1024)
-def routed_among(rule: TileRule, num_experts: int) -> TileRule:
-    """The rule where slots are routed among so many experts, of which some are elsewhere."""
-    return replace(rule, routed_experts=num_experts)
+def routed_among(rule: TileRule, num_experts: int | None) -> TileRule:
+    """The rule where slots are routed among so many experts, of which some are elsewhere.
+
+    None: among those whose weights the GEMM has.
+    """
+    return rule if num_experts is None else replace(rule, routed_experts=num_experts)
 
 
 def expert_rule(scheme: str, device: torch.device, batch_invariant: bool = False) -> TileRule:

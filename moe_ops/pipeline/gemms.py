@@ -13,13 +13,13 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.dispatch import tuned
-from moe_ops.dispatch.device import Device, device_facts
+from moe_ops.dispatch.device import Device, device_facts, row_tile_facts
 from moe_ops.dispatch.early import EARLY
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.operands import layer_operands, sums_one_token
 from moe_ops.dispatch.problem import problem_of
-from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.dispatch.tiles import TileRule, direct_slots
+from moe_ops.dispatch.row_tiles import routed_among, rule_of
+from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.pipeline.row_spaces import (
     BatchedRows,
     SlotRows,
@@ -113,14 +113,14 @@ def quantized(
             (*weight.data.shape[:2], x.shape[1]),
             scheme.key,
             x.dtype,
-            gemm_rule(scheme.key, x, space.tiles),
             (tokens, k),
+            None if space.tiles.expert_map is None else space.tiles.expert_map.shape[0],
             top_k=top_k,
             activation=activation,
             fragments=fragments,
             each_slot=len(x) == tokens * k,
         )
-        in_gemm = _quantizes(asked, device_facts(x.device), tuned.TABLES)
+        in_gemm = _quantizes(asked, row_tile_facts(x.device), device_facts(x.device), tuned.TABLES)
     return Rows(x, scale) if in_gemm else space.quantize(x, scale, quant)
 
 
@@ -130,9 +130,10 @@ class _Asked(NamedTuple):
     weight: tuple[int, int, int]
     scheme: str
     dtype: torch.dtype
-    rule: TileRule
     routed: tuple[int, int]
     """Tokens and their slots."""
+    routed_experts: int | None
+    """The length of the map; None: without one."""
     top_k: int
     activation: str
     fragments: bool
@@ -141,14 +142,17 @@ class _Asked(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def _quantizes(asked: _Asked, device: Device, _: tuned.Tables) -> bool:
+def _quantizes(
+    asked: _Asked, row_tile: tuple[int, int | None], device: Device, _: tuned.Tables
+) -> bool:
     """Whether the plan of a GEMM quantizes its rows, on a device with these tuned tables."""
     tokens, k = asked.routed
+    rule = rule_of(asked.scheme, asked.dtype.itemsize, *row_tile, False)
     operands = layer_operands(
         asked.weight,
         get_scheme(asked.scheme),
         asked.dtype,
-        asked.rule,
+        routed_among(rule, asked.routed_experts),
         tokens * k,
         num_tokens=tokens,
         fragments=asked.fragments,

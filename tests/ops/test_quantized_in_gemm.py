@@ -17,12 +17,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch import GemmProblem, tuned
-from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.device import assumed, device_facts
 from moe_ops.dispatch.families.portable import SLOT
 from moe_ops.dispatch.portable import LONGEST_SLOT
 from moe_ops.dispatch.problem import EACH
 from moe_ops.dispatch.row_tiles import EIGHT_BIT, INVARIANT
 from moe_ops.dispatch.tiles import Gemm, is_direct
+from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline.gemms import quantized
 from moe_ops.pipeline.row_spaces import SlotRows, depends_on_batch
 from moe_ops.reference.slots import local_experts
@@ -244,6 +245,21 @@ def test_rows_in_a_pipeline(name, tokens, k, device):
     assert (rows.data is x) == (rows.scale is None) == left
     rows = quantized(x, None, w, SlotRows(tiles, E, batch_invariant=True), scheme, 4, "silu")
     assert rows.data.dtype == scheme.activation.dtype
+
+
+def test_rows_of_a_rank():
+    """30 rows an expert, which are not packed, are 120 of a quarter's experts: packed, if all were.
+
+    The pass that packs rows also quantizes those of slots.
+    """
+    scheme, ids = get_scheme("fp8_channel"), torch.zeros(480, 8, dtype=torch.int32)
+    plan, expert_map = torch.empty(0, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    x = torch.randn(480 * 8, 64)
+    w = ExpertWeight(torch.empty(32, 256, 64, dtype=scheme.weight.dtype))
+    with assumed(TARGETS["sm_90"].facts):
+        for given, left in ((None, True), (expert_map, False)):
+            rows = quantized(x, None, w, SlotRows(Tiles(plan, ids, given), 32), scheme, 1)
+            assert (rows.data is x) == left
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
