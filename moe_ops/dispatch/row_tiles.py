@@ -70,17 +70,9 @@ def tile_rule(
         dtype: dtype of the rows before quantization.
         device: the plan's device.
         batch_invariant: whether the row tile must not depend on the load.
-        expert_map: ``(E,)``; None: the weights are those of all experts.
+        expert_map: ``(E,)``; None: no expert is elsewhere.
     """
     rule = rule_of(scheme, dtype.itemsize, *row_tile_facts(device), batch_invariant)
-    return with_map(rule, expert_map)
-
-
-def with_map(rule: TileRule, expert_map: Tensor | None) -> TileRule:
-    """The rule where slots are routed among the experts of a map.
-
-    A tracer's sizes may be symbols. It asks for the sizes of plans only, which are the same.
-    """
     every = None if expert_map is None else expert_map.shape[0]
     return routed_among(rule, every if type(every) is int else None)
 
@@ -89,7 +81,8 @@ def with_map(rule: TileRule, expert_map: Tensor | None) -> TileRule:
 def routed_among(rule: TileRule, num_experts: int | None) -> TileRule:
     """The rule where slots are routed among so many experts, of which some are elsewhere.
 
-    None: among those whose weights the GEMM has.
+    None: none is elsewhere, or the number is a tracer's symbol. A tracer asks for the sizes of
+    plans only, which are the same.
     """
     return rule if num_experts is None else replace(rule, routed_experts=num_experts)
 
@@ -112,7 +105,8 @@ def gemm_rule(scheme: str, a: Tensor, tiles: AnyTiles, batch_invariant: bool = F
     if tiles[1] is None:
         return rule_of(scheme, a.dtype.itemsize, BY_EXPERT, row_tile, batch_invariant)
     rule = rule_of(scheme, a.dtype.itemsize, arch, row_tile, batch_invariant)
-    return with_map(rule, tiles[2])
+    every = None if tiles[2] is None else tiles[2].shape[0]
+    return routed_among(rule, every if type(every) is int else None)
 
 
 @lru_cache(maxsize=1024)
