@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from whole_models import SDPA, SEED, SPECS, Spec
 
 NIBBLES = 2.93
-"""The standard deviation of e2m1 numbers whose bits are random; of int4: `INTEGERS`."""
+"""The standard deviation of e2m1 numbers whose bits are random."""
 INTEGERS = 4.61
+"""The standard deviation of int4 numbers whose bits are random."""
 LOGITS = 3.0
 """The standard deviation of logits."""
 _MIXTRAL = {

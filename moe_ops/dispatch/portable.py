@@ -57,10 +57,9 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
         block_n = 256
     elif block_m == 64:
         num_warps = 4
-    while (  # few experts, as a rank has them: narrow tiles keep more SMs busy
-        not small and block_n > 64 and gemm.run_at_once(block_m, block_n // 2, device.processors)
-    ):
-        block_n //= 2
+    if not small:  # if a rank has few experts, narrow tiles keep more SMs busy
+        while block_n > 64 and gemm.run_at_once(block_m, block_n // 2, device.processors):
+            block_n //= 2
     # K or N is the rank of an adapter's factor.
     block_k = min(block_k, max(16, next_power_of_2(gemm.k)))
     block_n = min(block_n, max(16, next_power_of_2(gemm.n)))

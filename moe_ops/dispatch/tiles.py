@@ -140,9 +140,10 @@ class Gemm(NamedTuple):
         return load_class(self.num_slots, self.routed_experts)
 
     def run_at_once(self, block_m: int, columns: int, processors: int) -> bool:
-        """Whether all tiles of so many output columns do, if experts have equally many rows.
+        """Whether there are at most as many tiles as processors, if experts have equal loads.
 
-        False in batch-invariant mode, whose tiles do not depend on the load.
+        A tile has ``block_m`` rows and ``columns`` output columns. False in batch-invariant mode,
+        whose tiles do not depend on the load.
         """
         of_expert = cdiv(self.num_slots, self.routed_experts * block_m)
         few = self.num_experts * of_expert * cdiv(self.n, columns) <= processors

@@ -102,7 +102,7 @@ class Variants(NamedTuple):
     batch_invariant: bool
     expert_map: Tensor | None = None
     arriving: Callable[[int], int] | None = None
-    """Returns how many tokens of all ranks the experts get for so many of one; None: the same."""
+    """From the tokens of each rank to those that arrive at the experts; None: the same number."""
 
     def of(self, num_tokens: int) -> tuple:
         """A key for a token count: token counts with equal keys run the same binaries."""
@@ -123,8 +123,9 @@ class Variants(NamedTuple):
         num_experts, rows, _ = self.w1.shape
         _, hidden, width = self.w2.shape
         width *= self.scheme.numbers_per_entry(self.w2.dtype)
-        kind, device = (self.scheme.key, self.dtype), self.w1.device
-        rule = tile_rule(*kind, device, self.batch_invariant, self.expert_map)
+        rule = tile_rule(
+            self.scheme.key, self.dtype, self.w1.device, self.batch_invariant, self.expert_map
+        )
         for w, shape, activation, top_k in (
             (self.w1, (num_experts, rows, hidden), self.activation, self.top_k),
             (self.w2, (num_experts, hidden, width), "", 1),

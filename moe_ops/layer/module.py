@@ -431,8 +431,8 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
                     dtype,
                     self.activation,
                     self.batch_invariant,
-                    self.expert_map,
-                    None if exchange is None else exchange.num_arriving,
+                    expert_map=self.expert_map,
+                    arriving=None if exchange is None else exchange.num_arriving,
                 ),
                 partial(counts_of_ranks, self),
             )

@@ -180,7 +180,7 @@ def test_the_nearest_entry_of_the_load(installed):
     installed(layer(record(_1=entry(gemm1=gemm_of(16)), _30=entry(gemm1=gemm_of(128)))))
     widths = {t: chosen(first(2 * t)).config.block_n for t in (1, 2, 5, 6, 42)}
     assert widths == {1: 16, 2: 16, 5: 16, 6: 128, 42: 128}
-    # As many of these experts' slots, in calls of four times as many experts.
+    # A rank with 8 of 32 experts sees four times as many slots, most of them of other ranks.
     of_rank = routed_among(PORTABLE, 32)
     here = {t: chosen(first(8 * t, of_rank)).config.block_n for t in (3, 5, 6, 42)}
     assert here == {3: 16, 5: 16, 6: 128, 42: 128}

@@ -218,7 +218,7 @@ def test_copies_that_do_not_fit():
 @pytest.mark.parametrize("most", [None, 9])
 @pytest.mark.parametrize("tokens", [0, 1, 6])
 def test_rows_that_arrive(tokens, most):
-    """As many as warm-up counts with; exact exchanges bring at most as many."""
+    """Warm-up counts with the rows that arrive; an exact exchange brings no more than that."""
     s = setup(Problem(3 * tokens, 10, 3, 32, 16, torch.bfloat16), moe_ops.pipeline.TritonExperts)
     world = World(s, torch.arange(10) * 7 % 3, (tokens,) * 3)
     names = ("hidden_states", "topk_weights", "topk_ids")

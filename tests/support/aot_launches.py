@@ -68,7 +68,7 @@ def given_plan(ids, num_experts, scheme, dtype=torch.bfloat16):
 def launch_gemms(
     tile, dtype, activation_key, hidden=2048, width=768, has_bias=False, experts=4, of_expert=1
 ):
-    """Both GEMMs of experts that have so many row tiles each: of few tiles, they are narrow."""
+    """Both GEMMs of experts with ``of_expert`` row tiles each; few tiles have few columns."""
 
     def launch(empty):
         slots = tile * experts * of_expert

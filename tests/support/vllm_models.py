@@ -22,7 +22,7 @@ from moe_ops.tensors import QTensor
 
 LEFT_OUT = ("self_attn", "mlp.gate", "lm_head")
 IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
-"""The same as compressed-tensors writes it."""
+"""`LEFT_OUT`, written as in compressed-tensors' configurations."""
 
 
 class Format(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -166,9 +166,10 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         return self.group.size
 
     def num_arriving(self, num_tokens: int) -> int:
-        """P of every rank, which is ``max_num_tokens`` unless ranks have equally many tokens."""
-        padded = self.max_num_tokens is not None and not self.equal_num_tokens
-        return self.group.size * (cast(int, self.max_num_tokens) if padded else num_tokens)
+        """P rows from every rank: ``max_num_tokens``, unless ranks have equally many tokens."""
+        most = self.max_num_tokens
+        rows = num_tokens if most is None or self.equal_num_tokens else most
+        return self.group.size * rows
 
     def output_is_reduced(self) -> bool:
         """True."""
