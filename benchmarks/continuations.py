@@ -27,10 +27,14 @@ class Parting(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """How far apart an engine finds the two tokens: the smaller distance of both engines."""
+        """The smaller distance of both engines between the two tokens.
+
+        Infinite, unless both tokens are among the best of both engines.
+        """
         a, b = self.tokens
-        listed = [best for best in (self.theirs, self.ours) if {a, b} <= best.keys()]
-        return min((abs(best[a] - best[b]) for best in listed), default=math.inf)
+        if not {a, b} <= self.theirs.keys() & self.ours.keys():
+            return math.inf
+        return min(abs(best[a] - best[b]) for best in (self.theirs, self.ours))
 
 
 class Comparison(NamedTuple):

@@ -122,8 +122,11 @@ def test_continuations_are_compared():
         written([1, 2], first, {2: -0.1, 7: -0.4}), written([1, 7], shifted, {7: -0.1, 2: -0.3})
     )
     assert clear.ties() == [False] and clear.partings[0].gap == pytest.approx(0.2)
-    unlisted = compare(written([2], {2: -0.1, 3: -0.1}), written([7], {7: -0.1, 4: -0.1}))
-    assert unlisted.ties() == [False] and unlisted.as_json()["partings"][0]["gap"] is None
+    # By no engine, and by one of them.
+    neither, both = ({2: -0.1, 3: -0.1}, {7: -0.1, 4: -0.1}), {2: -0.1, 7: -0.1}
+    for first, second in (neither, (both, neither[1]), (neither[0], both)):
+        unlisted = compare(written([2], first), written([7], second))
+        assert unlisted.ties() == [False] and unlisted.as_json()["partings"][0]["gap"] is None
     assert compare(ours, ours).as_json() == {
         "equal": 3, "apart": 0.0, "near_ties": [], "partings": [],
     }  # fmt: skip
