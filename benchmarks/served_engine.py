@@ -32,8 +32,6 @@ COMPARED, LENGTH = 8, 32
 """Prompts whose continuations are compared, and their tokens."""
 BEST = 5
 """Tokens at each position of which log-probabilities are noted."""
-ROUNDS = 3
-"""Timed rounds, after one that is not."""
 
 
 @register_model_loader("random")
@@ -77,15 +75,13 @@ def prompts(engine: LLM, count: int, length: int) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
-def timed(engine: LLM, count: int, length: int, new: int) -> list[float]:
-    """Seconds of each round in which the engine continues ``count`` prompts."""
+def timed(engine: LLM, count: int, length: int, new: int) -> float:
+    """Seconds in which the engine continues ``count`` prompts."""
     greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    asked, seconds = prompts(engine, count, length), []
-    for _ in range(ROUNDS + 1):
-        start = time.perf_counter()
-        engine.generate(asked, greedy, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+    asked = prompts(engine, count, length)
+    start = time.perf_counter()
+    engine.generate(asked, greedy, use_tqdm=False)
+    return time.perf_counter() - start
 
 
 def written(engine: LLM, new: int) -> dict[str, Any]:
@@ -127,7 +123,7 @@ class Served:
         """Continue the compared prompts."""
         return written(self.engine, new)
 
-    def time(self, count: int, length: int, new: int) -> list[float]:
+    def time(self, count: int, length: int, new: int) -> float:
         """Time the continuation of prompts."""
         return timed(self.engine, count, length, new)
 

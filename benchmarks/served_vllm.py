@@ -40,6 +40,8 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"
 KEY = ("model", "scheme", "layers", "phase", "M", "impl")
 WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "phase": 8, "M": 6, "impl": 8, "experts": 24,
           "tokens_per_s": 12, "start_s": 8}  # fmt: skip
+ROUNDS = 5
+"""Timed rounds of a phase, after one that is not."""
 DECODE, PREFILL = 32, 512
 """Tokens of each prompt of the phases ``decode`` and ``prefill``."""
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
@@ -193,8 +195,11 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
     phases = [("decode", m, m, DECODE, args.new) for m in args.batches]
     phases += [("prefill", m, m // PREFILL, PREFILL, 1) for m in args.prefill]
     for phase, m, prompts, length, new in phases:
-        for engine, facts in served:
-            seconds = engine.ask("time", count=prompts, length=length, new=new)
+        rounds = [
+            [one.engine.ask("time", count=prompts, length=length, new=new) for one in served]
+            for _ in range(1 + ROUNDS)
+        ]
+        for (engine, facts), (_, *seconds) in zip(served, zip(*rounds, strict=True), strict=True):
             yield ServedRow(
                 *case,
                 phase=phase,
