@@ -22,7 +22,7 @@ Scales and zero points with an axis for groups have it before the rows: ``(E, G,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -125,8 +125,10 @@ def _packed_into(words: Tensor, data: Tensor, quant: Quant) -> Tensor:
     """Pack expert after expert into ``words``, which may be the memory of ``data``."""
     if data.is_meta:  # there is nothing to pack
         return words
+    moved = _Halves(_spread_bits, words.device) if bits_spread(quant) else None
     for source, target in zip(data, words, strict=True):
-        target.copy_(_packed(source, quant))
+        packed = _packed(source, quant)
+        target.copy_(packed if moved is None else moved(packed))
     return words
 
 
@@ -147,8 +149,9 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     experts, n, width = q.data.shape
     shape = (experts, n, width * PACKED_DTYPE.itemsize // quant.dtype.itemsize)
     stored = q.data.new_empty(shape, dtype=quant.dtype)
+    moved = _Halves(_joined_bits, q.data.device) if bits_spread(quant) else None
     for source, target in zip(q.data, stored, strict=True):
-        target.copy_(_plain(source, quant))
+        target.copy_(_plain(source if moved is None else moved(source), quant))
     return QTensor(stored, swapped(q.scale), swapped(q.zero_point), q.global_scale)
 
 
@@ -247,25 +250,39 @@ def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, fragments: bool)
 
 
 def _packed(stored: Tensor, quant: Quant) -> Tensor:
-    """The packed form ``(N, K * bits / 32)`` of one expert's data."""
+    """The packed form ``(N, K * bits / 32)`` of one expert's data, bits of floats together."""
     codes = split_codes(stored.view(torch.uint8), 1, quant.element)
     n, k = codes.shape
     axes = codes.reshape((n // CHUNK, *_ROWS, k // CHUNK, *_COLS))
     ordered = axes.permute(_ORDER[quant.element.stored_bits]).reshape(n, k)
-    words = join_codes(ordered, 1, quant.element).view(PACKED_DTYPE)
-    return _spread_bits(words) if bits_spread(quant) else words
+    return join_codes(ordered, 1, quant.element).view(PACKED_DTYPE)
 
 
 def _plain(words: Tensor, quant: Quant) -> Tensor:
     """The inverse of `_packed`."""
-    stored = (_joined_bits(words) if bits_spread(quant) else words).view(torch.uint8)
-    codes = split_codes(stored, 1, quant.element)
+    codes = split_codes(words.view(torch.uint8), 1, quant.element)
     n, k = codes.shape
     sizes = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
     order = _ORDER[quant.element.stored_bits]
     axes = codes.reshape([sizes[axis] for axis in order])
     ordered = axes.permute([order.index(axis) for axis in range(len(order))]).reshape(n, k)
     return join_codes(ordered, 1, quant.element).view(quant.dtype)
+
+
+class _Halves:
+    """A function that moves bits of words, looked up by the halves of each word.
+
+    That is two reads of a word, where the function itself takes four operators a bit.
+    """
+
+    def __init__(self, move: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        halves = torch.arange(1 << 16, dtype=PACKED_DTYPE, device=device)
+        self.lower, self.upper = move(halves), move(halves << 16)
+
+    def __call__(self, words: Tensor) -> Tensor:
+        lower = self.lower.index_select(0, (words & 0xFFFF).flatten())
+        upper = self.upper.index_select(0, (words >> 16 & 0xFFFF).flatten())
+        return lower.bitwise_or_(upper).view(words.shape)
 
 
 def _spread_bits(words: Tensor) -> Tensor:
