@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from report import source
 from tables import OURS, Record, markdown
 
@@ -30,25 +32,42 @@ def _parts(record: Record) -> list[str]:
     return [f"### {record['gpu']}", told, _speeds(rows), COMPARED, _compared(rows)]
 
 
-def _cases(rows: list[Record]) -> list[tuple[str, str, int]]:
-    return list(dict.fromkeys((row["model"], row["scheme"], row["layers"]) for row in rows))
+class _Case(NamedTuple):
+    """What an engine serves."""
+
+    model: str
+    scheme: str
+    layers: int
+    gpus: int
+
+    @property
+    def cells(self) -> list[str]:
+        """The first cells of a line."""
+        gpus = f", {self.gpus} GPUs" if self.gpus > 1 else ""
+        return [f"{self.model}, {self.layers} layers{gpus}", f"`{self.scheme}`"]
 
 
-def _of(rows: list[Record], case: tuple[str, str, int]) -> list[Record]:
-    return [row for row in rows if (row["model"], row["scheme"], row["layers"]) == case]
+def _case(row: Record) -> _Case:
+    return _Case(*(row[name] for name in _Case._fields))
+
+
+def _by_case(rows: list[Record]) -> dict[_Case, list[Record]]:
+    found: dict[_Case, list[Record]] = {}
+    for row in rows:
+        found.setdefault(_case(row), []).append(row)
+    return found
 
 
 def _speeds(rows: list[Record]) -> str:
     """Two lines a case: this library's experts, and vLLM's own by their classes."""
     phases = sorted({(row["phase"], row["M"]) for row in rows})
     lines = []
-    for case in _cases(rows):
-        mine = _of(rows, case)
+    for case, mine in _by_case(rows).items():
         speed = {(row["impl"], row["phase"], row["M"]): row["tokens_per_s"] for row in mine}
         for impl in sorted({row["impl"] for row in mine}, key=lambda impl: impl != OURS):
             experts = next(row["experts"] for row in mine if row["impl"] == impl)
             cells = [_cell(speed, impl, phase) for phase in phases]
-            name = [f"{case[0]}, {case[2]} layers", f"`{case[1]}`"] if impl == OURS else ["", ""]
+            name = case.cells if impl == OURS else ["", ""]
             lines.append([*name, OURS if impl == OURS else f"`{experts}`", *cells])
     head = ["model", "weights", "experts", *(f"{phase} {m}" for phase, m in phases)]
     return markdown(head, lines, labels=3)
@@ -63,13 +82,11 @@ def _cell(speed: dict[tuple[str, str, int], float], impl: str, phase: tuple[str,
 
 def _compared(rows: list[Record]) -> str:
     lines = []
-    for model, scheme, layers in _cases(rows):
-        mine = _of(rows, (model, scheme, layers))
+    for case, mine in _by_case(rows).items():
         compared = next((row["compared"] for row in mine if row["compared"]), None)
         if compared is not None:
             ties, apart = compared["near_ties"], f"{compared['apart']:.3f}"
             parted = f"{len(ties)}, near ties: {sum(ties)}"
-            name = f"{model}, {layers} layers"
-            lines.append([name, f"`{scheme}`", str(compared["equal"]), apart, parted])
+            lines.append([*case.cells, str(compared["equal"]), apart, parted])
     head = ["model", "weights", "equal tokens", "apart", "parted"]
     return markdown(head, lines, labels=2)

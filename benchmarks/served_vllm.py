@@ -36,10 +36,14 @@ MARK = "REPLY "
 THEIRS = "vllm"
 SWITCH = {OURS: "1", THEIRS: "0"}
 """Implementation -> ``MOE_OPS_VLLM`` of its process."""
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-KEY = ("model", "scheme", "layers", "phase", "M", "impl")
-WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "phase": 8, "M": 6, "impl": 8, "experts": 24,
-          "tokens_per_s": 12, "start_s": 8}  # fmt: skip
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+    # With several GPUs: workers import what registers the loader, and are asked for their experts.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}  # fmt: skip
+KEY = ("model", "scheme", "layers", "gpus", "phase", "M", "impl")
+WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "gpus": 4, "phase": 8, "M": 6, "impl": 8,
+          "experts": 24, "tokens_per_s": 12, "start_s": 8}  # fmt: skip
 ROUNDS = 5
 """Timed rounds of a phase, after one that is not."""
 DECODE, PREFILL = 32, 512
@@ -74,11 +78,13 @@ TINY = Case("tiny", "bf16", 2)
 
 @dataclass(frozen=True)
 class ServedRow:
-    """One measured combination; the first six fields are its key."""
+    """One measured combination; the first seven fields are its key."""
 
     model: str
     scheme: str
     layers: int
+    gpus: int
+    """GPUs that share the model: heads of attention are split, and experts divided."""
     phase: str
     """``decode``: sequences get new tokens; ``prefill``: prompts are read."""
     M: int
@@ -202,6 +208,7 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
         for (engine, facts), (_, *seconds) in zip(served, zip(*rounds, strict=True), strict=True):
             yield ServedRow(
                 *case,
+                gpus=args.gpus,
                 phase=phase,
                 M=m,
                 impl=engine.impl,
@@ -232,6 +239,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         several, text = command.one_or_more(read), "(default: %(default)s)"
         add(f"--{name}", type=several, default=default, metavar="..,", help=text)
     add("--layers", type=number, help="build fewer layers; nothing is scaled up")
+    add(
+        "--gpus", type=number, default=1, help="that divide the experts (default: %(default)s)"
+    )
     add("--new", type=number, default=128 if cuda else 8, help="tokens after a prompt")
     add("--options", type=json.loads, default={}, metavar="JSON", help="further ones of vLLM's LLM")
     add("--logs", type=Path, default=Path("served_vllm"), help="folder of vLLM's logs")
@@ -240,12 +250,17 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def engine_options(batches: list[int]) -> dict[str, Any]:
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of ``LLM``: on a GPU the sizes that are timed are captured."""
-    if not torch.cuda.is_available():
-        return {**LIMITS, "enforce_eager": True}
-    graphs = {**GRAPHS, "cudagraph_capture_sizes": batches}
-    return {**LIMITS, **MEMORY, "compilation_config": graphs}
+    chosen: dict[str, Any] = {**LIMITS}
+    if args.gpus > 1:
+        chosen |= {"tensor_parallel_size": args.gpus, "enable_expert_parallel": True}
+    if torch.cuda.is_available():
+        graphs = {**GRAPHS, "cudagraph_capture_sizes": args.batches}
+        chosen |= {**MEMORY, "compilation_config": graphs}
+    else:
+        chosen["enforce_eager"] = True
+    return chosen | args.options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -261,8 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         case = case._replace(layers=min(case.layers, args.layers or case.layers))
         command.progress(f"{case.model} {case.scheme}, {case.layers} layers")
-        limits = {**engine_options(args.batches), **args.options}
-        served = started(case, engines, limits, failed)
+        served = started(case, engines, engine_options(args), failed)
         try:
             for row in measured(case, served, args):
                 command.print_row(asdict(row), WIDTHS, head=rows == 0)

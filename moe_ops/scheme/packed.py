@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.scheme.formats import join_codes, split_codes
 from moe_ops.scheme.named import Scheme, as_scheme
 from moe_ops.scheme.values import Quant
 from moe_ops.tensors import QTensor
@@ -40,10 +39,12 @@ PACKED_DTYPES = (PACKED_DTYPE,)
 """Dtypes of all packed forms."""
 CHUNK = 64
 """Rows of a chunk, and its numbers along K."""
-_ROWS, _COLS = (4, 8, 2), (2, 2, 2, 4, 2)
-"""Axes of a chunk: rows are ``warp, pair, odd``; columns ``pair of tiles, tile, register pair,
-two columns, half``."""
-_ORDER = {4: (0, 4, 1, 2, 8, 5, 6, 9, 7, 3), 8: (0, 4, 5, 1, 2, 8, 6, 7, 9, 3)}
+_ROWS = (4, 8, 2)
+"""Axes of a chunk's rows: ``warp, pair, odd``."""
+_COLS = {4: (2, 2, 2, 4), 8: (2, 2, 2, 4, 2)}
+"""Axes of the bytes of a chunk's row, for each number of stored bits: ``pair of tiles, tile,
+register pair, two columns, half``. Four bits of both halves share a byte."""
+_ORDER = {4: (0, 4, 1, 2, 8, 5, 6, 7, 3), 8: (0, 4, 5, 1, 2, 8, 6, 7, 9, 3)}
 """Order in memory, for each number of stored bits, of the axes ``(N/64, *_ROWS, K/64, *_COLS)``."""
 
 PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 3), (4, 5, 14, 13))
@@ -90,7 +91,7 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     smaller ones as (almost) 0; bf16 scales of groups of integers from 2**-62 to 2**58 exactly,
     smaller ones nearly; and larger ones of both exactly or as infinity. `unpack_weight` restores
     every bit.
-    Besides input and output, memory is needed for one expert only. Axis 0 stays the expert.
+    Besides input and output, memory is needed for three experts only. Axis 0 stays the expert.
 
     Args:
         q: as `quantize_weight` returns it.
@@ -125,10 +126,12 @@ def _packed_into(words: Tensor, data: Tensor, quant: Quant) -> Tensor:
     """Pack expert after expert into ``words``, which may be the memory of ``data``."""
     if data.is_meta:  # there is nothing to pack
         return words
-    moved = _Halves(_spread_bits, words.device) if bits_spread(quant) else None
+    ordered = words.new_empty(words.shape[1:])
+    move = _Moves(_packed_bits(quant), ordered)
     for source, target in zip(data, words, strict=True):
-        packed = _packed(source, quant)
-        target.copy_(packed if moved is None else moved(packed))
+        view = _in_order(source, quant)
+        ordered.view(torch.uint8).view(view.shape).copy_(view)
+        move(ordered, target)
     return words
 
 
@@ -149,9 +152,12 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     experts, n, width = q.data.shape
     shape = (experts, n, width * PACKED_DTYPE.itemsize // quant.dtype.itemsize)
     stored = q.data.new_empty(shape, dtype=quant.dtype)
-    moved = _Halves(_joined_bits, q.data.device) if bits_spread(quant) else None
+    ordered = q.data.new_empty(q.data.shape[1:])
+    move = _Moves(_plain_bits(quant), ordered)
     for source, target in zip(q.data, stored, strict=True):
-        target.copy_(_plain(source if moved is None else moved(source), quant))
+        move(source, ordered)
+        view = _in_order(target, quant)
+        view.copy_(ordered.view(torch.uint8).view(view.shape))
     return QTensor(stored, swapped(q.scale), swapped(q.zero_point), q.global_scale)
 
 
@@ -170,8 +176,10 @@ def _swapped_(x: Tensor | None) -> Tensor | None:
     if x is None or x.dim() != 3 or not x.is_contiguous():
         return swapped(x)
     out = x.view(groups_first(tuple(x.shape)))
+    held = torch.empty_like(out[0])
     for source, target in zip(x, out, strict=True):
-        target.copy_(source.t().clone(memory_format=torch.contiguous_format))
+        held.copy_(source.t())
+        target.copy_(held)
     return out
 
 
@@ -249,40 +257,75 @@ def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, fragments: bool)
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
 
 
-def _packed(stored: Tensor, quant: Quant) -> Tensor:
-    """The packed form ``(N, K * bits / 32)`` of one expert's data, bits of floats together."""
-    codes = split_codes(stored.view(torch.uint8), 1, quant.element)
-    n, k = codes.shape
-    axes = codes.reshape((n // CHUNK, *_ROWS, k // CHUNK, *_COLS))
-    ordered = axes.permute(_ORDER[quant.element.stored_bits]).reshape(n, k)
-    return join_codes(ordered, 1, quant.element).view(PACKED_DTYPE)
+def _in_order(stored: Tensor, quant: Quant) -> Tensor:
+    """A view of one expert's bytes in the order in which the packed form has them."""
+    bits = quant.element.stored_bits
+    rows = stored.view(torch.uint8).unflatten(1, (-1, *_COLS[bits])).unflatten(0, (-1, *_ROWS))
+    return rows.permute(_ORDER[bits])
 
 
-def _plain(words: Tensor, quant: Quant) -> Tensor:
-    """The inverse of `_packed`."""
-    codes = split_codes(words.view(torch.uint8), 1, quant.element)
-    n, k = codes.shape
-    sizes = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
-    order = _ORDER[quant.element.stored_bits]
-    axes = codes.reshape([sizes[axis] for axis in order])
-    ordered = axes.permute([order.index(axis) for axis in range(len(order))]).reshape(n, k)
-    return join_codes(ordered, 1, quant.element).view(quant.dtype)
+class _Moves:
+    """A function that moves bits within words, looked up by the halves of each word.
 
+    All memory is taken once and not for every expert: an engine's allocator may not find blocks of
+    a few MB again (vLLM's does not while it loads a model).
 
-class _Halves:
-    """A function that moves bits of words, looked up by the halves of each word.
-
-    That is two reads of a word, where the function itself takes four operators a bit.
+    Args:
+        function: the function; None moves nothing.
+        like: words of one expert.
     """
 
-    def __init__(self, move: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        halves = torch.arange(1 << 16, dtype=PACKED_DTYPE, device=device)
-        self.lower, self.upper = move(halves), move(halves << 16)
+    def __init__(self, function: Callable[[Tensor], Tensor] | None, like: Tensor) -> None:
+        self.tables: list[Tensor] = []
+        if function is not None:
+            halves = torch.arange(1 << 16, dtype=like.dtype, device=like.device)
+            self.tables = [function(halves), function(halves << 16)]
+            self.half, self.moved = torch.empty_like(like).view(-1), torch.empty_like(like)
 
-    def __call__(self, words: Tensor) -> Tensor:
-        lower = self.lower.index_select(0, (words & 0xFFFF).flatten())
-        upper = self.upper.index_select(0, (words >> 16 & 0xFFFF).flatten())
-        return lower.bitwise_or_(upper).view(words.shape)
+    def __call__(self, words: Tensor, out: Tensor) -> None:
+        """Move the bits of ``words`` into ``out``, which is other memory."""
+        if not self.tables:
+            out.copy_(words)
+            return
+        lower, upper = self.tables
+        torch.bitwise_and(words.view(-1), 0xFFFF, out=self.half)
+        torch.index_select(lower, 0, self.half, out=out.view(-1))
+        torch.bitwise_right_shift(words.view(-1), 16, out=self.half)
+        self.half &= 0xFFFF
+        torch.index_select(upper, 0, self.half, out=self.moved.view(-1))
+        out |= self.moved
+
+
+def _packed_bits(quant: Quant) -> Callable[[Tensor], Tensor] | None:
+    """From words of bytes in order to words of the packed form; None if they are equal."""
+    if quant.element.stored_bits == 8:
+        return None
+    return (lambda words: _spread_bits(_split_bytes(words))) if bits_spread(quant) else _split_bytes
+
+
+def _plain_bits(quant: Quant) -> Callable[[Tensor], Tensor] | None:
+    """The inverse of `_packed_bits`."""
+    if quant.element.stored_bits == 8:
+        return None
+    return (lambda words: _join_bytes(_joined_bits(words))) if bits_spread(quant) else _join_bytes
+
+
+def _split_bytes(words: Tensor) -> Tensor:
+    """The low four bits of a word's bytes in its low half, and the high ones in its high half."""
+    moved = torch.zeros_like(words)
+    for register in range(4):
+        byte = words >> 8 * register
+        moved |= (byte & 15) << 4 * register | (byte >> 4 & 15) << (16 + 4 * register)
+    return moved
+
+
+def _join_bytes(words: Tensor) -> Tensor:
+    """The inverse of `_split_bytes`."""
+    moved = torch.zeros_like(words)
+    for register in range(4):
+        low, high = words >> 4 * register & 15, words >> (16 + 4 * register) & 15
+        moved |= (low | high << 4) << 8 * register
+    return moved
 
 
 def _spread_bits(words: Tensor) -> Tensor:

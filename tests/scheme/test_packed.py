@@ -12,6 +12,7 @@ from packed_weights import (
     assert_same_bits,
     random_weight,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops import (
     SCHEMES,
@@ -22,6 +23,7 @@ from moe_ops import (
     quantize_weight,
     unpack_weight,
 )
+from moe_ops.scheme.packed import pack_weight_
 
 ALL = [*PACKABLE, *UNDER_FP8, *MORE, OWN_ROWS]
 
@@ -148,6 +150,40 @@ def test_strided_data():
     q = random_weight("mxfp4_w4a16", 64, 128)
     strided = q._replace(data=q.data.transpose(1, 2).contiguous().transpose(1, 2))
     assert_same_bits(pack_weight(strided, "mxfp4_w4a16"), pack_weight(q, "mxfp4_w4a16"))
+
+
+class Allocations(TorchDispatchMode):
+    """Counts tensors that operators return in memory of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []  # so that no two have one address
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        addresses = {x.untyped_storage().data_ptr() for x in tensors}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in addresses:
+            self.kept.append(out)
+        return out
+
+
+def there_and_back(q, scheme):
+    return unpack_weight(pack_weight(q, scheme), scheme)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int4_w4a16_g128_zp", "int8_w8a16"])
+@pytest.mark.parametrize("convert", [pack_weight_, there_and_back])
+def test_no_memory_for_each_expert(scheme, convert):
+    """Experts share memory: an engine's allocator may not find a block of the one before again."""
+    counts = []
+    for experts in (1, 5):
+        q = random_weight(scheme, 128, 256, experts)
+        with Allocations() as allocations:
+            convert(q, scheme)
+        counts.append(len(allocations.kept))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

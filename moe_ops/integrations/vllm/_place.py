@@ -31,7 +31,7 @@ class Place:
         """Return a weight in the form that kernels of its GPU read.
 
         The packed form takes the memory of a contiguous ``q.data``, so that loading a model needs
-        memory for one expert beside its weights.
+        memory for three experts beside its weights.
         """
         config = self.moe_config
         # Gate and up rows each begin at a chunk of the packed form, or both weights stay plain.
