@@ -239,9 +239,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         several, text = command.one_or_more(read), "(default: %(default)s)"
         add(f"--{name}", type=several, default=default, metavar="..,", help=text)
     add("--layers", type=number, help="build fewer layers; nothing is scaled up")
-    add(
-        "--gpus", type=number, default=1, help="that divide the experts (default: %(default)s)"
-    )
+    add("--gpus", type=number, default=1, help="that divide the experts (default: %(default)s)")
     add("--new", type=number, default=128 if cuda else 8, help="tokens after a prompt")
     add("--options", type=json.loads, default={}, metavar="JSON", help="further ones of vLLM's LLM")
     add("--logs", type=Path, default=Path("served_vllm"), help="folder of vLLM's logs")
