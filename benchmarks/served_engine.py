@@ -84,6 +84,19 @@ def timed(engine: LLM, count: int, length: int, new: int) -> float:
     return time.perf_counter() - start
 
 
+def busy(engine: LLM, count: int, length: int, new: int) -> float | None:
+    """Seconds that a GPU is busy while the engine continues ``count`` prompts.
+
+    None without a GPU, and of GPUs that other processes use.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda) as profile:
+        timed(engine, count, length, new)
+    return 1e-6 * sum(kernel.self_device_time_total for kernel in profile.key_averages())
+
+
 def written(engine: LLM, new: int) -> dict[str, Any]:
     """Greedy tokens, and the best tokens at each position with log-probabilities."""
     greedy = SamplingParams(
@@ -127,6 +140,10 @@ class Served:
         """Time the continuation of prompts."""
         return timed(self.engine, count, length, new)
 
+    def busy(self, count: int, length: int, new: int) -> float | None:
+        """Time the kernels that continue prompts."""
+        return busy(self.engine, count, length, new)
+
     def stop(self) -> None:
         """Let go of a model and of what it compiled; its log lines may be written again."""
         self.engine = None
@@ -140,7 +157,8 @@ class Served:
 def main() -> None:
     """Answer each line of stdin: a verb and its arguments."""
     served = Served()
-    verbs = {"start": served.start, "write": served.write, "time": served.time, "stop": served.stop}
+    asked = (served.start, served.write, served.time, served.busy, served.stop)
+    verbs = {verb.__name__: verb for verb in asked}
     for line in sys.stdin:
         verb, arguments = json.loads(line)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from report import source
@@ -11,6 +12,9 @@ NONE = "No model has been served on a GPU yet (`python benchmarks/served_vllm.py
 LEGEND = f"""\
 Tokens per second of an engine, of all sequences together: new tokens of sequences that decode, and
 tokens of prompts. In brackets: how many times as many {OURS} makes."""
+STEPS = """\
+The kernels of one step, in ms. In brackets: how many times as long as with ours. Where the engine's
+own work on the host takes longer, it hides the difference."""
 COMPARED = """\
 Greedy continuations with both experts: tokens that are equal before any difference, how far apart
 log-probabilities are at most up to there, and at how many places the continuations part. At a near
@@ -29,7 +33,10 @@ def _parts(record: Record) -> list[str]:
         return []
     versions = ", ".join(sorted({row["config"]["vllm"] for row in rows}))
     told = f"vLLM {versions} on {source(record)}"
-    return [f"### {record['gpu']}", told, _speeds(rows), COMPARED, _compared(rows)]
+    speeds = _phases(rows, "tokens_per_s", lambda ours, theirs: ours / theirs)
+    timed = [{**row, "step_ms": 1e3 * row["step_s"]} for row in rows if row["step_s"] is not None]
+    steps = [STEPS, _phases(timed, "step_ms", lambda ours, theirs: theirs / ours)] if timed else []
+    return [f"### {record['gpu']}", told, speeds, *steps, COMPARED, _compared(rows)]
 
 
 class _Case(NamedTuple):
@@ -58,26 +65,37 @@ def _by_case(rows: list[Record]) -> dict[_Case, list[Record]]:
     return found
 
 
-def _speeds(rows: list[Record]) -> str:
-    """Two lines a case: this library's experts, and vLLM's own by their classes."""
+def _phases(rows: list[Record], field: str, better: Callable[[float, float], float]) -> str:
+    """Two lines a case: this library's experts, and vLLM's own by their classes.
+
+    Args:
+        rows: of one GPU.
+        field: what of each row is shown.
+        better: how many times as good ours is as theirs, of both.
+    """
     phases = sorted({(row["phase"], row["M"]) for row in rows})
     lines = []
     for case, mine in _by_case(rows).items():
-        speed = {(row["impl"], row["phase"], row["M"]): row["tokens_per_s"] for row in mine}
+        found = {(row["impl"], row["phase"], row["M"]): row[field] for row in mine}
         for impl in sorted({row["impl"] for row in mine}, key=lambda impl: impl != OURS):
             experts = next(row["experts"] for row in mine if row["impl"] == impl)
-            cells = [_cell(speed, impl, phase) for phase in phases]
+            cells = [
+                _cell(found.get((impl, *phase)), found.get((OURS, *phase)), impl, better)
+                for phase in phases
+            ]
             name = case.cells if impl == OURS else ["", ""]
             lines.append([*name, OURS if impl == OURS else f"`{experts}`", *cells])
     head = ["model", "weights", "experts", *(f"{phase} {m}" for phase, m in phases)]
     return markdown(head, lines, labels=3)
 
 
-def _cell(speed: dict[tuple[str, str, int], float], impl: str, phase: tuple[str, int]) -> str:
-    mine, ours = speed.get((impl, *phase)), speed.get((OURS, *phase))
+def _cell(
+    mine: float | None, ours: float | None, impl: str, better: Callable[[float, float], float]
+) -> str:
     if mine is None:
         return "-"
-    return f"{mine:,.0f}" if impl == OURS or ours is None else f"{mine:,.0f} ({ours / mine:.2f})"
+    text = f"{mine:,.0f}" if mine >= 100 else f"{mine:.3g}"
+    return text if impl == OURS or ours is None else f"{text} ({better(ours, mine):.2f})"
 
 
 def _compared(rows: list[Record]) -> str:

@@ -43,9 +43,11 @@ ENVIRONMENT = {
 }  # fmt: skip
 KEY = ("model", "scheme", "layers", "gpus", "phase", "M", "impl")
 WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "gpus": 4, "phase": 8, "M": 6, "impl": 8,
-          "experts": 24, "tokens_per_s": 12, "start_s": 8}  # fmt: skip
+          "experts": 24, "tokens_per_s": 12, "step_s": 10, "start_s": 8}  # fmt: skip
 ROUNDS = 5
 """Timed rounds of a phase, after one that is not."""
+PROFILED = 8
+"""Steps that decode, of which the time of the kernels is taken."""
 DECODE, PREFILL = 32, 512
 """Tokens of each prompt of the phases ``decode`` and ``prefill``."""
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
@@ -96,6 +98,8 @@ class ServedRow:
     """New tokens, or tokens of prompts, over the median of ``seconds``."""
     seconds: list[float]
     """Each round, from the call of ``generate`` to its return."""
+    step_s: float | None
+    """Time of the kernels of a step; the host's own time hides behind it, or is longer."""
     start_s: float
     """Until the engine could serve: weights made and converted, graphs captured."""
     compared: dict[str, Any] | None
@@ -195,14 +199,23 @@ def _written(reply: dict[str, Any]) -> Written:
     return Written(reply["tokens"], best)
 
 
+def step_time(engine: Engine, prompts: dict[str, int], new: int) -> float | None:
+    """The time of the kernels of one step: of prompts, or of sequences that decode."""
+    first = engine.ask("busy", **prompts, new=1)
+    if first is None or new == 1:
+        return first
+    return (engine.ask("busy", **prompts, new=1 + PROFILED) - first) / PROFILED
+
+
 def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> Iterator[ServedRow]:
     """The rows of a case: engines take turns."""
     agreement = compared(served, args.new)
     phases = [("decode", m, m, DECODE, args.new) for m in args.batches]
     phases += [("prefill", m, m // PREFILL, PREFILL, 1) for m in args.prefill]
-    for phase, m, prompts, length, new in phases:
+    for phase, m, count, length, new in phases:
+        prompts = {"count": count, "length": length}
         rounds = [
-            [one.engine.ask("time", count=prompts, length=length, new=new) for one in served]
+            [one.engine.ask("time", **prompts, new=new) for one in served]
             for _ in range(1 + ROUNDS)
         ]
         for (engine, facts), (_, *seconds) in zip(served, zip(*rounds, strict=True), strict=True):
@@ -215,6 +228,7 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
                 experts=", ".join(facts["experts"]),
                 tokens_per_s=m * new / median(seconds),
                 seconds=seconds,
+                step_s=step_time(engine, prompts, new),
                 start_s=facts["start_s"],
                 compared=agreement if engine.impl == OURS else None,
                 config={"vllm": facts["vllm"], "new": new, **args.options},

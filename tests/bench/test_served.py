@@ -153,6 +153,8 @@ for line in sys.stdin:
         reply = {"tokens": [[1, 2]], "best": [[{"1": -0.5}, {"2": -0.5}]]}
     elif verb == "time":
         reply = next(spent) * (1 if ours else 2)
+    elif verb == "busy":
+        reply = (0.5 + arguments["new"] / 64) * (1 if ours else 2)
     print("REPLY " + json.dumps({"reply": reply}), flush=True)
 """
 
@@ -184,6 +186,11 @@ def test_engines_take_turns(stand_in):
         ("prefill", 1024, "moe_ops"): 256.0, ("prefill", 1024, "vllm"): 128.0,
     }  # fmt: skip
     assert {row["layers"] for row in rows} == {3}
+    steps = {(row["phase"], row["impl"]): row["step_s"] for row in rows}
+    assert steps == {
+        ("decode", "moe_ops"): 1 / 64, ("decode", "vllm"): 1 / 32,
+        ("prefill", "moe_ops"): 33 / 64, ("prefill", "vllm"): 33 / 32,
+    }  # fmt: skip
     assert [row["compared"] and row["compared"]["equal"] for row in rows] == [2, None, 2, None]
     for impl in ("moe_ops", "vllm"):
         assert (stand_in / "logs" / f"{impl}.log").read_text() == "a line of the log\n"
@@ -217,6 +224,10 @@ def test_report_of_served_models(stand_in):
         "| --- | --- | --- | --: | --: |",
         "| qwen3-30b-a3b, 48 layers | `bf16` | moe_ops | 2 | 256 |",
         "|  |  | `Theirs` | 1 (2.00) | 128 (2.00) |",
+        "| model | weights | experts | decode 2 | prefill 1024 |",
+        "| --- | --- | --- | --: | --: |",
+        "| qwen3-30b-a3b, 48 layers | `bf16` | moe_ops | 15.6 | 516 |",
+        "|  |  | `Theirs` | 31.2 (2.00) | 1,031 (2.00) |",
         "| model | weights | equal tokens | apart | parted |",
         "| --- | --- | --: | --: | --: |",
         "| qwen3-30b-a3b, 48 layers | `bf16` | 2 | 0.000 | 0, near ties: 0 |",
