@@ -18,11 +18,13 @@ from typing import Any
 import served_models
 import torch
 import vllm
+from safetensors.torch import save_file
 from served_vllm import MARK
 from torch import nn
 from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -49,22 +51,34 @@ class RandomLoader(BaseModelLoader):
             model.load_weights(served_models.tensors(built, case["scheme"]))
 
 
-def engine_of(case: dict[str, Any], options: dict[str, Any]) -> LLM:
-    """Start an engine on a model, with options of ``LLM``."""
-    built = served_models.shell(case["model"], case["layers"])
-    with tempfile.TemporaryDirectory() as folder:
-        config = served_models.described(built, case["scheme"])
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        return LLM(
-            model=folder,
-            load_format="random",
-            model_loader_extra_config=case,
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-            dtype="bfloat16",
-            seed=0,
-            **options,
-        )
+def engine_of(case: dict[str, Any], options: dict[str, Any], folder: Path) -> LLM:
+    """Start an engine on a model, with options of ``LLM``; its configuration goes into a folder."""
+    config = served_models.described(
+        served_models.shell(case["model"], case["layers"]), case["scheme"]
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return LLM(
+        model=str(folder),
+        load_format="random",
+        model_loader_extra_config=case,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        dtype="bfloat16",
+        seed=0,
+        **options,
+    )
+
+
+def adapters_of(case: dict[str, Any], count: int, folder: Path) -> list[LoRARequest]:
+    """Make adapters of a model's experts, in PEFT's format."""
+    built, requests = served_models.shell(case["model"], case["layers"]), []
+    for number in range(1, count + 1):
+        place = folder / f"adapter{number}"
+        place.mkdir()
+        save_file(served_models.adapter(built, number), place / "adapter_model.safetensors")
+        (place / "adapter_config.json").write_text(json.dumps(served_models.ADAPTER))
+        requests.append(LoRARequest(place.name, number, str(place)))
+    return requests
 
 
 def prompts(engine: LLM, count: int, length: int) -> list[dict[str, list[int]]]:
@@ -73,42 +87,6 @@ def prompts(engine: LLM, count: int, length: int) -> list[dict[str, list[int]]]:
     vocabulary = engine.model_config.get_vocab_size()
     ids = torch.randint(vocabulary, (count, length), generator=generator)
     return [{"prompt_token_ids": row} for row in ids.tolist()]
-
-
-def timed(engine: LLM, count: int, length: int, new: int) -> float:
-    """Seconds in which the engine continues ``count`` prompts."""
-    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    asked = prompts(engine, count, length)
-    start = time.perf_counter()
-    engine.generate(asked, greedy, use_tqdm=False)
-    return time.perf_counter() - start
-
-
-def busy(engine: LLM, count: int, length: int, new: int) -> float | None:
-    """Seconds that a GPU is busy while the engine continues ``count`` prompts.
-
-    None without a GPU, and of GPUs that other processes use.
-    """
-    if not torch.cuda.is_initialized():
-        return None
-    cuda = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=cuda) as profile:
-        timed(engine, count, length, new)
-    return 1e-6 * sum(kernel.self_device_time_total for kernel in profile.key_averages())
-
-
-def written(engine: LLM, new: int) -> dict[str, Any]:
-    """Greedy tokens, and the best tokens at each position with log-probabilities."""
-    greedy = SamplingParams(
-        temperature=0, max_tokens=new, logprobs=BEST, ignore_eos=True, detokenize=False
-    )
-    done = engine.generate(prompts(engine, COMPARED, LENGTH), greedy, use_tqdm=False)
-    outputs = [request.outputs[0] for request in done]
-    best = [
-        [{token: one.logprob for token, one in position.items()} for position in output.logprobs]
-        for output in outputs
-    ]
-    return {"tokens": [list(output.token_ids) for output in outputs], "best": best}
 
 
 def experts_in(model: nn.Module) -> list[str]:
@@ -123,26 +101,62 @@ class Served:
 
     def __init__(self) -> None:
         self.engine: Any = None
+        self.adapters: list[LoRARequest] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def start(self, case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """Start an engine on a model."""
+    def start(self, case: dict[str, Any], options: dict[str, Any], adapters: int) -> dict[str, Any]:
+        """Start an engine on a model, with so many adapters."""
         begun = time.perf_counter()
-        self.engine = engine_of(case, options)
+        self.folder = tempfile.TemporaryDirectory()
+        self.adapters = adapters_of(case, adapters, Path(self.folder.name))
+        if adapters:
+            rank = served_models.RANK
+            options |= {"enable_lora": True, "max_loras": adapters, "max_lora_rank": rank}
+        self.engine = engine_of(case, options, Path(self.folder.name))
         seconds = time.perf_counter() - begun
         experts = self.engine.apply_model(experts_in)[0]
         return {"start_s": seconds, "experts": experts, "vllm": vllm.__version__}
 
+    def _continued(self, count: int, length: int, new: int, **sampling: Any) -> list[Any]:
+        """Continue prompts greedily, each with the next adapter if there are some."""
+        greedy = SamplingParams(
+            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, **sampling
+        )
+        turns = self.adapters or [None]
+        return self.engine.generate(
+            prompts(self.engine, count, length),
+            greedy,
+            use_tqdm=False,
+            lora_request=[turns[i % len(turns)] for i in range(count)],
+        )
+
     def write(self, new: int) -> dict[str, Any]:
-        """Continue the compared prompts."""
-        return written(self.engine, new)
+        """Greedy tokens, and the best tokens at each position with log-probabilities."""
+        done = self._continued(COMPARED, LENGTH, new, logprobs=BEST)
+        outputs = [request.outputs[0] for request in done]
+        best = [
+            [{token: x.logprob for token, x in place.items()} for place in output.logprobs]
+            for output in outputs
+        ]
+        return {"tokens": [list(output.token_ids) for output in outputs], "best": best}
 
     def time(self, count: int, length: int, new: int) -> float:
-        """Time the continuation of prompts."""
-        return timed(self.engine, count, length, new)
+        """Seconds in which prompts are continued."""
+        start = time.perf_counter()
+        self._continued(count, length, new)
+        return time.perf_counter() - start
 
     def busy(self, count: int, length: int, new: int) -> float | None:
-        """Time the kernels that continue prompts."""
-        return busy(self.engine, count, length, new)
+        """Seconds that kernels take while prompts are continued.
+
+        None without a GPU, and on GPUs that other processes use.
+        """
+        if not torch.cuda.is_initialized():
+            return None
+        cuda = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=cuda) as profile:
+            self._continued(count, length, new)
+        return 1e-6 * sum(kernel.self_device_time_total for kernel in profile.key_averages())
 
     def stop(self) -> None:
         """Let go of a model and of what it compiled; its log lines may be written again."""
@@ -152,6 +166,8 @@ class Served:
         say_once.cache_clear()
         gc.collect()
         torch.cuda.empty_cache()
+        if self.folder is not None:
+            self.folder.cleanup()
 
 
 def main() -> None:

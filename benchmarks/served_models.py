@@ -21,6 +21,9 @@ INTEGERS = 4.61
 """The standard deviation of int4 numbers whose bits are random."""
 LOGITS = 3.0
 """The standard deviation of logits."""
+CALM = 4
+"""gpt-oss's second weights are smaller by this power of two: its activation passes on more than
+SiLU, few experts share a token, and a difference of rounding would soon change all tokens."""
 _MIXTRAL = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
@@ -199,18 +202,60 @@ def _expert_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a checkpoint has for one of transformers' tensors of all experts."""
     if config.model_type == "gpt_oss":
+        calm = CALM if ".down_proj" in name else 1
         if "bias" in name:
-            yield name, torch.randn(shape, dtype=torch.bfloat16) / 10
+            yield name, torch.randn(shape, dtype=torch.bfloat16) / (10 * calm)
         else:
             made = format.tensors((shape[0], shape[2], shape[1]))
-            yield from ((f"{name}_{end}", tensor) for end, tensor in made.items())
+            yield f"{name}_blocks", made["blocks"]
+            yield f"{name}_scales", made["scales"] - int(math.log2(calm))
         return
-    _, (gate, up, down) = PROJECTIONS[config.model_type]
-    stem = _renamed(name, config).rpartition(".")[0]
-    projections = (gate, up) if "gate_up" in name else (down,)
-    rows = shape[1] // len(projections)
-    for projection in projections:
+    for projection, rows in _projections(name, shape, config):
         made = format.tensors((shape[0], rows, shape[2]))
         for expert in range(shape[0]):
-            place = f"{stem}.{expert}.{projection}"
+            place = _place(name, config, expert, projection)
             yield from ((f"{place}.{end}", tensor[expert]) for end, tensor in made.items())
+
+
+def _projections(name: str, shape: tuple[int, ...], config: Any) -> list[tuple[str, int]]:
+    """A checkpoint's matrices in one of transformers' tensors of all experts, and their rows."""
+    _, (gate, up, down) = PROJECTIONS[config.model_type]
+    names = (gate, up) if "gate_up" in name else (down,)
+    return [(projection, shape[1] // len(names)) for projection in names]
+
+
+def _place(name: str, config: Any, expert: int, projection: str) -> str:
+    return f"{_renamed(name, config).rpartition('.')[0]}.{expert}.{projection}"
+
+
+RANK = 16
+"""Rank of the adapters."""
+ADAPTER = {
+    "peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none", "task_type": "CAUSAL_LM",
+    "target_modules": ["gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"],
+}  # fmt: skip
+"""``adapter_config.json`` of all adapters."""
+
+
+def adapter(built: Any, number: int) -> dict[str, Tensor]:
+    """The tensors of an adapter of all experts; ``number`` makes them differ.
+
+    Raises:
+        ValueError: the experts of the model are no matrices of their own in checkpoints.
+    """
+    if built.config.model_type not in PROJECTIONS:
+        kind = built.config.model_type
+        raise ValueError(f"adapters are made for {sorted(PROJECTIONS)}, got {kind!r}")
+    torch.manual_seed(SEED + number)
+    made = {}
+    for name, tensor in built.state_dict().items():
+        if ".experts." not in name:
+            continue
+        experts, _, columns = tensor.shape
+        for projection, rows in _projections(name, tuple(tensor.shape), built.config):
+            a = _plain((experts, RANK, columns))["weight"]
+            b = _plain((experts, rows, RANK))["weight"] / 4
+            for expert in range(experts):
+                place = f"base_model.model.{_place(name, built.config, expert, projection)}"
+                made |= {f"{place}.lora_A.weight": a[expert], f"{place}.lora_B.weight": b[expert]}
+    return made

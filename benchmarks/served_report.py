@@ -46,12 +46,14 @@ class _Case(NamedTuple):
     scheme: str
     layers: int
     gpus: int
+    adapters: int
 
     @property
     def cells(self) -> list[str]:
         """The first cells of a line."""
         gpus = f", {self.gpus} GPUs" if self.gpus > 1 else ""
-        return [f"{self.model}, {self.layers} layers{gpus}", f"`{self.scheme}`"]
+        adapters = f", {self.adapters} adapters" if self.adapters else ""
+        return [f"{self.model}, {self.layers} layers{gpus}{adapters}", f"`{self.scheme}`"]
 
 
 def _case(row: Record) -> _Case:
@@ -59,10 +61,10 @@ def _case(row: Record) -> _Case:
 
 
 def _by_case(rows: list[Record]) -> dict[_Case, list[Record]]:
-    found: dict[_Case, list[Record]] = {}
+    cases: dict[_Case, list[Record]] = {}
     for row in rows:
-        found.setdefault(_case(row), []).append(row)
-    return found
+        cases.setdefault(_case(row), []).append(row)
+    return cases
 
 
 def _phases(rows: list[Record], field: str, better: Callable[[float, float], float]) -> str:
@@ -76,11 +78,11 @@ def _phases(rows: list[Record], field: str, better: Callable[[float, float], flo
     phases = sorted({(row["phase"], row["M"]) for row in rows})
     lines = []
     for case, mine in _by_case(rows).items():
-        found = {(row["impl"], row["phase"], row["M"]): row[field] for row in mine}
+        shown = {(row["impl"], row["phase"], row["M"]): row[field] for row in mine}
         for impl in sorted({row["impl"] for row in mine}, key=lambda impl: impl != OURS):
             experts = next(row["experts"] for row in mine if row["impl"] == impl)
             cells = [
-                _cell(found.get((impl, *phase)), found.get((OURS, *phase)), impl, better)
+                _cell(shown.get((impl, *phase)), shown.get((OURS, *phase)), impl, better)
                 for phase in phases
             ]
             name = case.cells if impl == OURS else ["", ""]

@@ -41,9 +41,9 @@ ENVIRONMENT = {
     # With several GPUs: workers import what registers the loader, and are asked for their experts.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }  # fmt: skip
-KEY = ("model", "scheme", "layers", "gpus", "phase", "M", "impl")
-WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "gpus": 4, "phase": 8, "M": 6, "impl": 8,
-          "experts": 24, "tokens_per_s": 12, "step_s": 10, "start_s": 8}  # fmt: skip
+KEY = ("model", "scheme", "layers", "gpus", "adapters", "phase", "M", "impl")
+WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "gpus": 4, "adapters": 8, "phase": 8, "M": 6,
+          "impl": 8, "experts": 24, "tokens_per_s": 12, "step_s": 10, "start_s": 8}  # fmt: skip
 ROUNDS = 5
 """Timed rounds of a phase, after one that is not."""
 PROFILED = 8
@@ -80,13 +80,15 @@ TINY = Case("tiny", "bf16", 2)
 
 @dataclass(frozen=True)
 class ServedRow:
-    """One measured combination; the first seven fields are its key."""
+    """One measured combination; the first eight fields are its key."""
 
     model: str
     scheme: str
     layers: int
     gpus: int
     """GPUs that share the model: heads of attention are split, and experts divided."""
+    adapters: int
+    """Adapters of all experts, which the sequences of a batch have in turns; 0: none."""
     phase: str
     """``decode``: sequences get new tokens; ``prefill``: prompts are read."""
     M: int
@@ -171,11 +173,12 @@ class Served(NamedTuple):
 
 
 def started(
-    case: Case, engines: Sequence[Engine], options: dict[str, Any], failed: list[str]
+    case: Case, engines: Sequence[Engine], args: argparse.Namespace, failed: list[str]
 ) -> list[Served]:
     """Start a model in all engines at the same time; ``failed`` gets those that could not."""
+    asked = {"case": case._asdict(), "options": engine_options(args), "adapters": args.adapters}
     for engine in engines:
-        engine.send("start", case=case._asdict(), options=options)
+        engine.send("start", **asked)
     served = []
     for engine in engines:
         try:
@@ -222,6 +225,7 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
             yield ServedRow(
                 *case,
                 gpus=args.gpus,
+                adapters=args.adapters,
                 phase=phase,
                 M=m,
                 impl=engine.impl,
@@ -254,6 +258,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=several, default=default, metavar="..,", help=text)
     add("--layers", type=number, help="build fewer layers; nothing is scaled up")
     add("--gpus", type=number, default=1, help="that divide the experts (default: %(default)s)")
+    add("--adapters", type=int, default=0, help="of the experts, in turns (default: %(default)s)")
     add("--new", type=number, default=128 if cuda else 8, help="tokens after a prompt")
     add("--options", type=json.loads, default={}, metavar="JSON", help="further ones of vLLM's LLM")
     add("--logs", type=Path, default=Path("served_vllm"), help="folder of vLLM's logs")
@@ -288,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         case = case._replace(layers=min(case.layers, args.layers or case.layers))
         command.progress(f"{case.model} {case.scheme}, {case.layers} layers")
-        served = started(case, engines, engine_options(args), failed)
+        served = started(case, engines, args, failed)
         try:
             for row in measured(case, served, args):
                 command.print_row(asdict(row), WIDTHS, head=rows == 0)

@@ -23,7 +23,7 @@ Scales and zero points with an axis for groups have it before the rows: ``(E, G,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ def _packed_into(words: Tensor, data: Tensor, quant: Quant) -> Tensor:
     if data.is_meta:  # there is nothing to pack
         return words
     ordered = words.new_empty(words.shape[1:])
-    move = _Moves(_packed_bits(quant), ordered)
+    move = _Moves(_bits(quant).there, ordered)
     for source, target in zip(data, words, strict=True):
         view = _in_order(source, quant)
         ordered.view(torch.uint8).view(view.shape).copy_(view)
@@ -153,7 +153,7 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     shape = (experts, n, width * PACKED_DTYPE.itemsize // quant.dtype.itemsize)
     stored = q.data.new_empty(shape, dtype=quant.dtype)
     ordered = q.data.new_empty(q.data.shape[1:])
-    move = _Moves(_plain_bits(quant), ordered)
+    move = _Moves(_bits(quant).back, ordered)
     for source, target in zip(q.data, stored, strict=True):
         move(source, ordered)
         view = _in_order(target, quant)
@@ -264,8 +264,15 @@ def _in_order(stored: Tensor, quant: Quant) -> Tensor:
     return rows.permute(_ORDER[bits])
 
 
+class _Bits(NamedTuple):
+    """From words of bytes in order to words of the packed form, and back; None: they are equal."""
+
+    there: Callable[[Tensor], Tensor] | None
+    back: Callable[[Tensor], Tensor] | None
+
+
 class _Moves:
-    """A function that moves bits within words, looked up by the halves of each word.
+    """A function that moves bits within words, looked up by the bytes of each word.
 
     All memory is taken once and not for every expert: an engine's allocator may not find blocks of
     a few MB again (vLLM's does not while it loads a model).
@@ -278,36 +285,32 @@ class _Moves:
     def __init__(self, function: Callable[[Tensor], Tensor] | None, like: Tensor) -> None:
         self.tables: list[Tensor] = []
         if function is not None:
-            halves = torch.arange(1 << 16, dtype=like.dtype, device=like.device)
-            self.tables = [function(halves), function(halves << 16)]
-            self.half, self.moved = torch.empty_like(like).view(-1), torch.empty_like(like)
+            values = torch.arange(256, dtype=like.dtype, device=like.device)
+            self.tables = [function(values << shift) for shift in (0, 8, 16, 24)]
+            self.byte, self.moved = torch.empty_like(like).view(-1), torch.empty_like(like)
 
     def __call__(self, words: Tensor, out: Tensor) -> None:
         """Move the bits of ``words`` into ``out``, which is other memory."""
         if not self.tables:
             out.copy_(words)
             return
-        lower, upper = self.tables
-        torch.bitwise_and(words.view(-1), 0xFFFF, out=self.half)
-        torch.index_select(lower, 0, self.half, out=out.view(-1))
-        torch.bitwise_right_shift(words.view(-1), 16, out=self.half)
-        self.half &= 0xFFFF
-        torch.index_select(upper, 0, self.half, out=self.moved.view(-1))
-        out |= self.moved
+        out.zero_()
+        for number, table in enumerate(self.tables):
+            torch.bitwise_right_shift(words.view(-1), 8 * number, out=self.byte)
+            self.byte &= 255
+            torch.index_select(table, 0, self.byte, out=self.moved.view(-1))
+            out |= self.moved
 
 
-def _packed_bits(quant: Quant) -> Callable[[Tensor], Tensor] | None:
-    """From words of bytes in order to words of the packed form; None if they are equal."""
-    if quant.element.stored_bits == 8:
-        return None
-    return (lambda words: _spread_bits(_split_bytes(words))) if bits_spread(quant) else _split_bytes
-
-
-def _plain_bits(quant: Quant) -> Callable[[Tensor], Tensor] | None:
-    """The inverse of `_packed_bits`."""
-    if quant.element.stored_bits == 8:
-        return None
-    return (lambda words: _join_bytes(_joined_bits(words))) if bits_spread(quant) else _join_bytes
+def _bits(quant: Quant) -> _Bits:
+    """How bits move in words of a quantization."""
+    of_four = _Bits(_split_bytes, _join_bytes)
+    if bits_spread(quant):
+        of_four = _Bits(
+            lambda words: _spread_bits(_split_bytes(words)),
+            lambda words: _join_bytes(_joined_bits(words)),
+        )
+    return {4: of_four, 8: _Bits(None, None)}[quant.element.stored_bits]
 
 
 def _split_bytes(words: Tensor) -> Tensor:

@@ -73,6 +73,8 @@ def test_checkpoints_load(small, tmp_path_factory, case):
         weight = dense(layer, name)
         assert weight.shape[2] == columns
         spread = weight.std() * math.sqrt(columns)
+        if gpt_oss and name == "w2":
+            spread *= models.CALM
         assert 0.65 < spread < 1.5, f"about 1 / sqrt(columns), got {spread} times that"
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {
         "quant_method": "fp8", "activation_scheme": "static"}}))  # fmt: skip
@@ -97,6 +99,24 @@ def test_what_is_quantized(small, case):
     if case.scheme not in ("bf16", "mxfp4_w4a16"):
         assert plain | {"lm_head", "model.layers.1.mlp.gate"} <= set(left_out)
     assert all(first[f"{name}.weight"].dtype == torch.bfloat16 for name in plain)
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-120b"])
+def test_adapters_fit_the_matrices(small, model):
+    """Each matrix of a checkpoint's experts has both factors, which differ between adapters."""
+    built = models.shell(model, 2)
+    if model == "gpt-oss-120b":
+        with pytest.raises(ValueError, match="adapters are made for .*got 'gpt_oss'"):
+            models.adapter(built, 1)
+        return
+    first, second = (models.adapter(built, number) for number in (1, 2))
+    weights = {name: x for name, x in models.tensors(built, "bf16") if ".experts." in name}
+    assert len(first) == 2 * len(weights)
+    for name, weight in weights.items():
+        place = "base_model.model." + name.removesuffix(".weight")
+        a, b = (first[f"{place}.lora_{which}.weight"] for which in "AB")
+        assert (b @ a).shape == weight.shape and a.shape[0] == models.RANK
+        assert not torch.equal(a, second[f"{place}.lora_A.weight"])
 
 
 # Comparisons
@@ -148,6 +168,7 @@ for line in sys.stdin:
             continue
         if arguments["case"]["model"] == "deepseek-v3":
             sys.exit(3)
+        assert arguments["adapters"] in (0, 2) and "enforce_eager" in arguments["options"]
         reply = {"start_s": 1.5, "experts": ["Ours" if ours else "Theirs"], "vllm": "0.33.0"}
     elif verb == "write":
         reply = {"tokens": [[1, 2]], "best": [[{"1": -0.5}, {"2": -0.5}]]}
@@ -178,14 +199,15 @@ def record(folder, *arguments):
 
 
 def test_engines_take_turns(stand_in):
-    status, rows = record(stand_in, "--cases", "qwen3-30b-a3b:bf16", "--layers", "3")
+    status, rows = record(stand_in, "--cases", "qwen3-30b-a3b:bf16", "--layers", "3",
+                          "--adapters", "2")  # fmt: skip
     assert status == 0
     speeds = {(row["phase"], row["M"], row["impl"]): row["tokens_per_s"] for row in rows}
     assert speeds == {
         ("decode", 2, "moe_ops"): 2.0, ("decode", 2, "vllm"): 1.0,
         ("prefill", 1024, "moe_ops"): 256.0, ("prefill", 1024, "vllm"): 128.0,
     }  # fmt: skip
-    assert {row["layers"] for row in rows} == {3}
+    assert {(row["layers"], row["gpus"], row["adapters"]) for row in rows} == {(3, 1, 2)}
     steps = {(row["phase"], row["impl"]): row["step_s"] for row in rows}
     assert steps == {
         ("decode", "moe_ops"): 1 / 64, ("decode", "vllm"): 1 / 32,
