@@ -127,7 +127,7 @@ def _packed_into(words: Tensor, data: Tensor, quant: Quant) -> Tensor:
     if data.is_meta:  # there is nothing to pack
         return words
     ordered = words.new_empty(words.shape[1:])
-    move = _Moves(_bits(quant).there, ordered)
+    move = _Moves(_rearranged(quant).there, ordered)
     for source, target in zip(data, words, strict=True):
         view = _in_order(source, quant)
         ordered.view(torch.uint8).view(view.shape).copy_(view)
@@ -153,7 +153,7 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     shape = (experts, n, width * PACKED_DTYPE.itemsize // quant.dtype.itemsize)
     stored = q.data.new_empty(shape, dtype=quant.dtype)
     ordered = q.data.new_empty(q.data.shape[1:])
-    move = _Moves(_bits(quant).back, ordered)
+    move = _Moves(_rearranged(quant).back, ordered)
     for source, target in zip(q.data, stored, strict=True):
         move(source, ordered)
         view = _in_order(target, quant)
@@ -264,7 +264,7 @@ def _in_order(stored: Tensor, quant: Quant) -> Tensor:
     return rows.permute(_ORDER[bits])
 
 
-class _Bits(NamedTuple):
+class _Rearranged(NamedTuple):
     """From words of bytes in order to words of the packed form, and back; None: they are equal."""
 
     there: Callable[[Tensor], Tensor] | None
@@ -302,15 +302,15 @@ class _Moves:
             out |= self.moved
 
 
-def _bits(quant: Quant) -> _Bits:
+def _rearranged(quant: Quant) -> _Rearranged:
     """How bits move in words of a quantization."""
-    of_four = _Bits(_split_bytes, _join_bytes)
+    of_four = _Rearranged(_split_bytes, _join_bytes)
     if bits_spread(quant):
-        of_four = _Bits(
+        of_four = _Rearranged(
             lambda words: _spread_bits(_split_bytes(words)),
             lambda words: _join_bytes(_joined_bits(words)),
         )
-    return {4: of_four, 8: _Bits(None, None)}[quant.element.stored_bits]
+    return {4: of_four, 8: _Rearranged(None, None)}[quant.element.stored_bits]
 
 
 def _split_bytes(words: Tensor) -> Tensor:
