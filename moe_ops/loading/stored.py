@@ -140,15 +140,15 @@ def is_awq(qweight: Tensor, form: Form) -> bool:
 
 def _words(x: Tensor, bits: int) -> Tensor:
     """Unpack int32 words along the last axis into uint8 numbers, the lowest bits first."""
-    shift = torch.arange(0, 32, bits, device=x.device)
+    shift = torch.arange(0, 32, bits, dtype=x.dtype, device=x.device)
     return (x[..., None] >> shift & (2**bits - 1)).flatten(-2).to(torch.uint8)
 
 
 def awq_codes(x: Tensor, bits: int) -> Tensor:
-    """Unpack AWQ words ``(rows, words)`` into ``(rows, columns)``."""
-    words = _words(x, bits).unflatten(1, (-1, 32 // bits))
+    """Unpack AWQ words ``(.., rows, words)`` into ``(.., rows, columns)``."""
+    words = _words(x, bits).unflatten(-1, (-1, 32 // bits))
     order = AWQ_ORDER if bits == 4 else range(32 // bits)
-    return words[..., list(order)].flatten(1)
+    return words[..., list(order)].flatten(-2)
 
 
 def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:

@@ -20,6 +20,10 @@ from moe_ops.loading.stored import awq_codes
 from moe_ops.scheme.formats import join_nibbles
 from moe_ops.tensors import QTensor
 
+TOGETHER = 2**24
+"""Bytes of AWQ's words that are converted at once. While vLLM loads a model, its allocator does not
+find freed blocks of 1 to 10 MB again, so that a block for each expert would fill the GPU."""
+
 
 def data_of(x: Tensor | None) -> Tensor | None:
     """Return a tensor that is no parameter, on the same memory."""
@@ -75,11 +79,10 @@ def awq_weight(words: Tensor, scale: Tensor, zeros: Tensor | None, bits: int) ->
     """
     experts, k, width = words.shape
     data = words.contiguous().view(torch.uint8).view(experts, width * 8, k // 2)
-    for source, target in zip(words, data, strict=True):
-        target.copy_(join_nibbles(awq_codes(source, bits).t(), 1))
-    zero_point = None
-    if zeros is not None:
-        zero_point = torch.stack([join_nibbles(awq_codes(x, bits).t(), 0) for x in zeros])
+    at_once = max(1, TOGETHER // (k * width * words.itemsize))
+    for source, target in zip(words.split(at_once), data.split(at_once), strict=True):
+        target.copy_(join_nibbles(awq_codes(source, bits).mT, 2))
+    zero_point = None if zeros is None else join_nibbles(awq_codes(zeros, bits).mT, 1)
     return QTensor(data, scale.transpose(1, 2).contiguous(), zero_point)
 
 
