@@ -46,12 +46,13 @@ class _Case(NamedTuple):
     scheme: str
     layers: int
     gpus: int
+    parallel: str
     adapters: int
 
     @property
     def cells(self) -> list[str]:
         """The first cells of a line."""
-        gpus = f", {self.gpus} GPUs" if self.gpus > 1 else ""
+        gpus = f", {self.gpus} GPUs ({self.parallel})" if self.gpus > 1 else ""
         adapters = f", {self.adapters} adapters" if self.adapters else ""
         return [f"{self.model}, {self.layers} layers{gpus}{adapters}", f"`{self.scheme}`"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -41,9 +42,10 @@ ENVIRONMENT = {
     # With several GPUs: workers import what registers the loader, and are asked for their experts.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }  # fmt: skip
-KEY = ("model", "scheme", "layers", "gpus", "adapters", "phase", "M", "impl")
-WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "gpus": 4, "adapters": 8, "phase": 8, "M": 6,
-          "impl": 8, "experts": 24, "tokens_per_s": 12, "step_s": 10, "start_s": 8}  # fmt: skip
+KEY = ("model", "scheme", "layers", "gpus", "parallel", "adapters", "phase", "M", "impl")
+WIDTHS = {"model": 14, "scheme": 16, "layers": 6, "gpus": 4, "parallel": 8, "adapters": 8,
+          "phase": 8, "M": 6, "impl": 8, "experts": 24, "tokens_per_s": 12, "step_s": 10,
+          "start_s": 8}  # fmt: skip
 ROUNDS = 5
 """Timed rounds of a phase, after one that is not."""
 PROFILED = 8
@@ -80,19 +82,22 @@ TINY = Case("tiny", "bf16", 2)
 
 @dataclass(frozen=True)
 class ServedRow:
-    """One measured combination; the first eight fields are its key."""
+    """One measured combination; the first nine fields are its key."""
 
     model: str
     scheme: str
     layers: int
     gpus: int
-    """GPUs that share the model: heads of attention are split, and experts divided."""
+    """GPUs that divide the experts."""
+    parallel: str
+    """``tensor``: they split attention; ``data``: each has sequences of its own, and tokens are
+    exchanged; empty for one GPU."""
     adapters: int
     """Adapters of all experts, which the sequences of a batch have in turns; 0: none."""
     phase: str
     """``decode``: sequences get new tokens; ``prefill``: prompts are read."""
     M: int
-    """Sequences that decode, or tokens of all prompts together."""
+    """Sequences that decode, or tokens of all prompts together; with ``data`` of each GPU."""
     impl: str
     experts: str
     """The classes of experts that vLLM ran."""
@@ -110,58 +115,83 @@ class ServedRow:
 
 
 class Engine:
-    """A process that serves models.
+    """Processes that serve models together: one, or a rank each of data parallelism.
 
     Args:
         impl: `OURS` or `THEIRS`.
         log: a file that gets what vLLM prints.
+        ranks: how many processes there are.
     """
 
-    def __init__(self, impl: str, log: Path) -> None:
-        environment = {**os.environ, **ENVIRONMENT, "MOE_OPS_VLLM": SWITCH[impl]}
+    def __init__(self, impl: str, log: Path, ranks: int) -> None:
         self.impl = impl
         self.log = log.open("a", buffering=1)
-        self.process: Any = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("served_engine.py"))],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            bufsize=1,
-        )
+        shared = {"MOE_OPS_VLLM": SWITCH[impl]}
+        if ranks > 1:
+            shared |= {"VLLM_DP_SIZE": str(ranks), "VLLM_DP_MASTER_PORT": str(free_port())}
+        self.processes = [_process({**shared, **_rank(rank, ranks)}) for rank in range(ranks)]
 
     def send(self, verb: str, **arguments: Any) -> None:
-        """Ask for something, unless the process has ended."""
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
-            self.process.stdin.flush()
+        """Ask all ranks for something, unless they have ended."""
+        for process in self.processes:
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps([verb, arguments]) + "\n")
+                process.stdin.flush()
 
-    def receive(self) -> Any:
-        """The answer.
+    def receive(self) -> list[Any]:
+        """The answer of each rank.
 
         Raises:
-            RuntimeError: what was asked for failed, or the process has ended.
+            RuntimeError: what was asked for failed, or a process has ended.
         """
-        for line in self.process.stdout:
+        return [self._answer(process) for process in self.processes]
+
+    def _answer(self, process: Any) -> Any:
+        for line in process.stdout:
             if line.startswith(MARK):
                 answer = json.loads(line.removeprefix(MARK))
                 if "error" in answer:
                     raise RuntimeError(answer["error"])
                 return answer["reply"]
             self.log.write(line)
-        raise RuntimeError(f"the engine ended with status {self.process.wait()}")
+        raise RuntimeError(f"the engine ended with status {process.wait()}")
 
-    def ask(self, verb: str, **arguments: Any) -> Any:
-        """Ask for something, and return the answer."""
+    def ask(self, verb: str, **arguments: Any) -> list[Any]:
+        """Ask for something, and return the answers."""
         self.send(verb, **arguments)
         return self.receive()
 
     def end(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.wait()
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
         self.log.close()
+
+
+def _process(environment: dict[str, str]) -> Any:
+    """Start `served_engine.py` with further variables."""
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("served_engine.py"))],
+        env={**os.environ, **ENVIRONMENT, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+    )
+
+
+def _rank(rank: int, ranks: int) -> dict[str, str]:
+    """What vLLM reads to be one of several ranks; of one there is nothing to say."""
+    return {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} if ranks > 1 else {}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Served(NamedTuple):
@@ -169,7 +199,7 @@ class Served(NamedTuple):
 
     engine: Engine
     facts: dict[str, Any]
-    """What the engine said when it had started."""
+    """What the engine's first rank said when it had started."""
 
 
 def started(
@@ -182,7 +212,8 @@ def started(
     served = []
     for engine in engines:
         try:
-            served.append(Served(engine, engine.receive()))
+            facts, *_ = engine.receive()
+            served.append(Served(engine, facts))
         except RuntimeError as error:
             failed.append(f"{case.model} {case.scheme} {engine.impl}: {error}")
     return served
@@ -190,7 +221,7 @@ def started(
 
 def compared(served: Sequence[Served], new: int) -> dict[str, Any] | None:
     """How far the continuations of both engines agree; None of one engine alone."""
-    written = {one.engine.impl: _written(one.engine.ask("write", new=new)) for one in served}
+    written = {one.engine.impl: _written(one.engine.ask("write", new=new)[0]) for one in served}
     if len(written) < len(SWITCH):
         return None
     return compare(written[THEIRS], written[OURS]).as_json()
@@ -204,10 +235,11 @@ def _written(reply: dict[str, Any]) -> Written:
 
 def step_time(engine: Engine, prompts: dict[str, int], new: int) -> float | None:
     """The time of the kernels of one step: of prompts, or of sequences that decode."""
-    first = engine.ask("busy", **prompts, new=1)
+    first, *_ = engine.ask("busy", **prompts, new=1)
     if first is None or new == 1:
         return first
-    return (engine.ask("busy", **prompts, new=1 + PROFILED) - first) / PROFILED
+    more, *_ = engine.ask("busy", **prompts, new=1 + PROFILED)
+    return (more - first) / PROFILED
 
 
 def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> Iterator[ServedRow]:
@@ -218,19 +250,20 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
     for phase, m, count, length, new in phases:
         prompts = {"count": count, "length": length}
         rounds = [
-            [one.engine.ask("time", **prompts, new=new) for one in served]
+            [max(one.engine.ask("time", **prompts, new=new)) for one in served]
             for _ in range(1 + ROUNDS)
         ]
         for (engine, facts), (_, *seconds) in zip(served, zip(*rounds, strict=True), strict=True):
             yield ServedRow(
                 *case,
                 gpus=args.gpus,
+                parallel=args.parallel if args.gpus > 1 else "",
                 adapters=args.adapters,
                 phase=phase,
                 M=m,
                 impl=engine.impl,
                 experts=", ".join(facts["experts"]),
-                tokens_per_s=m * new / median(seconds),
+                tokens_per_s=len(engine.processes) * m * new / median(seconds),
                 seconds=seconds,
                 step_s=step_time(engine, prompts, new),
                 start_s=facts["start_s"],
@@ -258,6 +291,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=several, default=default, metavar="..,", help=text)
     add("--layers", type=number, help="build fewer layers; nothing is scaled up")
     add("--gpus", type=number, default=1, help="that divide the experts (default: %(default)s)")
+    add("--parallel", choices=("tensor", "data"), default="tensor", help="how (default: tensor)")
     add("--adapters", type=int, default=0, help="of the experts, in turns (default: %(default)s)")
     add("--new", type=number, default=128 if cuda else 8, help="tokens after a prompt")
     add("--options", type=json.loads, default={}, metavar="JSON", help="further ones of vLLM's LLM")
@@ -271,7 +305,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of ``LLM``: on a GPU the sizes that are timed are captured."""
     chosen: dict[str, Any] = {**LIMITS}
     if args.gpus > 1:
-        chosen |= {"tensor_parallel_size": args.gpus, "enable_expert_parallel": True}
+        chosen["enable_expert_parallel"] = True
+        chosen["tensor_parallel_size"] = args.gpus if args.parallel == "tensor" else 1
     if torch.cuda.is_available():
         graphs = {**GRAPHS, "cudagraph_capture_sizes": args.batches}
         chosen |= {**MEMORY, "compilation_config": graphs}
@@ -285,7 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, begun = options(arguments), time.monotonic()
     path = record_path(args.output, "served_vllm.json")
     args.logs.mkdir(parents=True, exist_ok=True)
-    engines = [Engine(impl, args.logs / f"{impl}.log") for impl in args.impls]
+    ranks = args.gpus if args.parallel == "data" else 1
+    engines = [Engine(impl, args.logs / f"{impl}.log", ranks) for impl in args.impls]
     rows, failed = 0, []
     for case in args.cases:
         if time.monotonic() - begun > args.time_budget_s:

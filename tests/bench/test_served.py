@@ -173,7 +173,8 @@ for line in sys.stdin:
     elif verb == "write":
         reply = {"tokens": [[1, 2]], "best": [[{"1": -0.5}, {"2": -0.5}]]}
     elif verb == "time":
-        reply = next(spent) * (1 if ours else 2)
+        slow = not ours or os.environ.get("VLLM_DP_RANK") == "1"
+        reply = next(spent) * (1 + slow)
     elif verb == "busy":
         reply = (0.5 + arguments["new"] / 64) * (1 if ours else 2)
     print("REPLY " + json.dumps({"reply": reply}), flush=True)
@@ -216,6 +217,17 @@ def test_engines_take_turns(stand_in):
     assert [row["compared"] and row["compared"]["equal"] for row in rows] == [2, None, 2, None]
     for impl in ("moe_ops", "vllm"):
         assert (stand_in / "logs" / f"{impl}.log").read_text() == "a line of the log\n"
+
+
+def test_ranks_have_sequences_of_their_own(stand_in):
+    """All ranks are asked; the slowest one's time counts, and the tokens of all."""
+    data = ("--gpus", "2", "--parallel", "data", "--impls", "moe_ops")
+    status, rows = record(stand_in, "--cases", "qwen3-30b-a3b:bf16", *data)
+    assert status == 0
+    speeds = {row["phase"]: row["tokens_per_s"] for row in rows}
+    assert speeds == {"decode": 2 * 2 * 4 / 8, "prefill": 2 * 1024 / 8}
+    assert {(row["gpus"], row["parallel"], row["compared"]) for row in rows} == {(2, "data", None)}
+    assert (stand_in / "logs/moe_ops.log").read_text() == 2 * "a line of the log\n"
 
 
 def test_engines_that_fail(stand_in, capfd):
