@@ -1,0 +1,115 @@
+"""The layer benchmark's layers inside SGLang's ``MoeRunner``, with two of its backends."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from moe_ops.bench.problems import Call, Experts, Inputs
+from peers.installed import package, reason
+
+MOE = "sglang.srt.layers.moe"
+RUNNERS = f"{MOE}.moe_runner"
+TILES = f"{RUNNERS}.triton_utils.fused_moe_triton_config"
+PLUGIN = "moe_ops.integrations.sglang"
+OURS, TRITON = "moe_ops", "triton"
+"""Runner backends: the runner core that the plug-in registers, and SGLang's Triton kernels."""
+FLAGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8_block128": {"use_fp8_w8a8": True, "block_shape": [128, 128]},
+    "fp8_channel": {"use_fp8_w8a8": True, "per_channel_quant": True},
+    "fp8_tensor": {"use_fp8_w8a8": True},
+    "int8_block128": {"use_int8_w8a8": True, "block_shape": [128, 128]},
+    "int8_channel": {"use_int8_w8a8": True, "per_channel_quant": True},
+    "int4_w4a16_g128": {"use_int4_w4a16": True, "block_shape": [0, 128]},
+    "int4_w4a16_g128_zp": {"use_int4_w4a16": True, "block_shape": [0, 128]},
+    "int8_w8a16_g128": {"use_int8_w8a16": True, "block_shape": [0, 128]},
+}
+"""Scheme -> what SGLang's quantization method of it tells the Triton runner."""
+
+
+@cache
+def started() -> None:
+    """Publish SGLang's default server arguments, and register the plug-in's runner core.
+
+    Hooks of plug-ins are not applied, so the Triton runner is SGLang's own.
+    """
+    context = import_module("sglang.srt.runtime_context").get_context()
+    context.override_server_args().install()
+    import_module(PLUGIN).register()
+
+
+@cache
+def missing(backend: str) -> str | None:
+    """What is missing of SGLang for a runner backend."""
+    fault = package("sglang") or reason(started)
+    if fault:
+        return fault
+    if backend == TRITON:
+        return reason(lambda: import_module(f"{RUNNERS}.triton_utils.fused_moe"))
+    other = import_module(f"{PLUGIN}._interface").missing()
+    return f"{other} as the plug-in knows it" if other else None
+
+
+def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
+    """A ``MoeRunner`` of SGLang, on what the standard dispatcher and a method pass to it.
+
+    The result has memory of its own, since a call must not change the tokens of the next one.
+
+    Args:
+        backend: `OURS` or `TRITON`.
+        experts: weights in a scheme of `FLAGS`.
+        inputs: tokens with their routing.
+    """
+    started()
+    weights, ids = inputs.topk_weights, inputs.topk_ids
+    routed = _named("topk", "StandardTopKOutput")(weights, ids, weights.new_empty(0))
+    dispatched = _named("token_dispatcher.standard", "StandardDispatchOutput")(
+        hidden_states=inputs.x, hidden_states_scale=None, topk_output=routed
+    )
+    count, hidden, inner = experts.w1.shape[0], inputs.x.shape[1], experts.w1.shape[1] // 2
+    config = _named("moe_runner.base", "MoeRunnerConfig")(
+        num_experts=count,
+        num_local_experts=count,
+        hidden_size=hidden,
+        intermediate_size_per_partition=inner,
+        top_k=ids.shape[1],
+        params_dtype=inputs.x.dtype,
+        activation=experts.activation,
+        inplace=False,
+    )
+    name = _named("utils", "resolve_moe_runner_backend")(backend)
+    runner, info = _named("moe_runner.runner", "MoeRunner")(name, config), quant_info(experts)
+    return lambda: runner.run(dispatched, info).hidden_states
+
+
+def quant_info(experts: Experts) -> Any:
+    """The weights' ``TritonMoeQuantInfo``, on the same memory."""
+    made = _named("moe_runner.triton", "TritonMoeQuantInfo")
+    tensors = {}
+    for which, weight in zip(("w13", "w2"), experts.stored or (), strict=False):
+        tensors |= {f"{which}_scale": weight.scale, f"{which}_zp": weight.zero_point}
+    return made(experts.w1, experts.w2, **_flags(experts), **tensors)
+
+
+def has_tuned_tiles(experts: Experts) -> bool:
+    """Whether SGLang ships tiles of its Triton kernels for these weights on this GPU."""
+    tiles, flags = import_module(TILES), dict(_flags(experts))
+    rows, columns = flags.pop("block_shape", (0, 0))
+    by_channel = flags.pop("per_channel_quant", False)
+    dtype = tiles.get_config_dtype_str(torch.bfloat16, **flags)
+    count, _, inner = experts.w2.shape
+    found = tiles.get_moe_configs(count, inner, dtype, rows, columns, per_channel_quant=by_channel)
+    return found is not None
+
+
+def _flags(experts: Experts) -> dict[str, Any]:
+    name = experts.scheme.name
+    return FLAGS["bf16" if name == "unquantized" else name]
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(import_module(f"{MOE}.{module}"), name)
