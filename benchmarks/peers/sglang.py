@@ -35,10 +35,12 @@ FLAGS: dict[str, dict[str, Any]] = {
 def started() -> None:
     """Publish SGLang's default server arguments, and register the plug-in's runner core.
 
-    Hooks of plug-ins are not applied, so the Triton runner is SGLang's own.
+    Hooks of plug-ins are not applied, so the Triton runner is SGLang's own. Its kernels ask for the
+    group of ranks before they allocate a result, and one rank without symmetric memory has none.
     """
-    context = import_module("sglang.srt.runtime_context").get_context()
-    context.override_server_args().install()
+    runtime = import_module("sglang.srt.runtime_context")
+    runtime.get_context().override_server_args().install()
+    runtime.get_parallel().override_permanently(tp_group=None)
     import_module(PLUGIN).register()
 
 

@@ -66,7 +66,7 @@ def test_report_of_layers_inside_vllm():
                            ("vllm-method-humming", 25.0))
     ]  # fmt: skip
     text = inside_report.report([record_of(*rows)], inside_report.VLLM)
-    assert "vLLM 0.33.0 and Humming 0.1 on " in text
+    assert "vLLM 0.33.0 and Humming 0.1 on " in text and "tuned" not in text
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert lines == [
         "| mixtral | moe_ops | **20.0** |",

@@ -140,10 +140,13 @@ def fused_experts_none_to_triton(dispatch_output, quant_info, runner_config):
 
 
 class Context:
-    """Server arguments that somebody may publish."""
+    """Server arguments and facts of ranks that somebody may publish."""
 
     def override_server_args(self, **fields):
         return SimpleNamespace(install=lambda: None)
+
+    def override_permanently(self, **values):
+        """Take facts of ranks."""
 
 
 def get_config_dtype_str(
@@ -258,7 +261,7 @@ def modules():
         f"{RUNNERS}.triton_utils.fused_moe_triton_config": {
             "get_config_dtype_str": get_config_dtype_str, "get_moe_configs": get_moe_configs,
         },
-        "sglang.srt.runtime_context": {"get_context": Context},
+        "sglang.srt.runtime_context": {"get_context": Context, "get_parallel": Context},
     }  # fmt: skip
     made = {}
     for name, values in contents.items():
