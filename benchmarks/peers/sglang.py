@@ -17,18 +17,30 @@ TILES = f"{RUNNERS}.triton_utils.fused_moe_triton_config"
 PLUGIN = "moe_ops.integrations.sglang"
 OURS, TRITON = "moe_ops", "triton"
 """Runner backends: the runner core that the plug-in registers, and SGLang's Triton kernels."""
-FLAGS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "fp8_block128": {"use_fp8_w8a8": True, "block_shape": [128, 128]},
-    "fp8_channel": {"use_fp8_w8a8": True, "per_channel_quant": True},
-    "fp8_tensor": {"use_fp8_w8a8": True},
-    "int8_block128": {"use_int8_w8a8": True, "block_shape": [128, 128]},
-    "int8_channel": {"use_int8_w8a8": True, "per_channel_quant": True},
-    "int4_w4a16_g128": {"use_int4_w4a16": True, "block_shape": [0, 128]},
-    "int4_w4a16_g128_zp": {"use_int4_w4a16": True, "block_shape": [0, 128]},
-    "int8_w8a16_g128": {"use_int8_w8a16": True, "block_shape": [0, 128]},
-}
-"""Scheme -> what SGLang's quantization method of it tells the Triton runner."""
+
+
+def flags_by_scheme(size: int) -> dict[str, dict[str, Any]]:
+    """Scheme -> what SGLang's quantization method of it tells the Triton runner.
+
+    Args:
+        size: rows and columns of blocks, and columns of groups, that share a scale.
+    """
+    fp8, int8, rows = {"use_fp8_w8a8": True}, {"use_int8_w8a8": True}, {"per_channel_quant": True}
+    blocks, groups = {"block_shape": [size, size]}, {"block_shape": [0, size]}
+    int4 = {"use_int4_w4a16": True, **groups}
+    return {
+        f"fp8_block{size}": fp8 | blocks,
+        "fp8_channel": fp8 | rows,
+        "fp8_tensor": fp8,
+        f"int8_block{size}": int8 | blocks,
+        "int8_channel": int8 | rows,
+        f"int4_w4a16_g{size}": int4,
+        f"int4_w4a16_g{size}_zp": int4,
+        f"int8_w8a16_g{size}": {"use_int8_w8a16": True, **groups},
+    }
+
+
+FLAGS = {"bf16": {}, **flags_by_scheme(128)}
 
 
 @cache
@@ -104,13 +116,12 @@ def has_tuned_tiles(experts: Experts) -> bool:
     by_channel = flags.pop("per_channel_quant", False)
     dtype = tiles.get_config_dtype_str(torch.bfloat16, **flags)
     count, _, inner = experts.w2.shape
-    found = tiles.get_moe_configs(count, inner, dtype, rows, columns, per_channel_quant=by_channel)
-    return found is not None
+    of = tiles.get_moe_configs(count, inner, dtype, rows, columns, per_channel_quant=by_channel)
+    return of is not None
 
 
 def _flags(experts: Experts) -> dict[str, Any]:
-    name = experts.scheme.name
-    return FLAGS["bf16" if name == "unquantized" else name]
+    return FLAGS.get(experts.scheme.name, {})
 
 
 def _named(module: str, name: str) -> Any:
