@@ -244,12 +244,12 @@ PEERS |= {
     ),
     IN_SGLANG: Peer(
         partial(sglang.missing, sglang.OURS),
-        dict.fromkeys(sglang.FLAGS, partial(sglang.served, sglang.OURS)),
+        dict.fromkeys((*sglang.FLAGS, *sglang.INFOS), partial(sglang.served, sglang.OURS)),
         whole_groups,
     ),
     SGLANG_TRITON: Peer(
         partial(sglang.missing, sglang.TRITON),
-        dict.fromkeys(sglang.FLAGS, partial(sglang.served, sglang.TRITON)),
+        dict.fromkeys((*sglang.FLAGS, *sglang.HELD), sglang.triton),
         whole_groups,
     ),
     "triton_kernels": Peer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from moe_ops.bench.problems import Call, Experts, Inputs
+from moe_ops.scheme import dequantize_weight, get_scheme
 from peers.installed import package, reason
 
 MOE = "sglang.srt.layers.moe"
@@ -41,6 +43,9 @@ def flags_by_scheme(size: int) -> dict[str, dict[str, Any]]:
 
 
 FLAGS = {"bf16": {}, **flags_by_scheme(128)}
+TRITON_INFO = (f"{RUNNERS}.triton", "TritonMoeQuantInfo")
+INFOS = {"mxfp4_w4a16": (f"{PLUGIN}._mxfp4", "Mxfp4QuantInfo")}
+"""Scheme that SGLang's Triton runner does not have -> what the plug-in gives its core."""
 
 
 @cache
@@ -101,16 +106,40 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
 
 
 def quant_info(experts: Experts) -> Any:
-    """The weights' ``TritonMoeQuantInfo``, on the same memory."""
-    made = _named("moe_runner.triton", "TritonMoeQuantInfo")
-    tensors = {}
+    """The weights' ``TritonMoeQuantInfo``, or a subclass of the plug-in, on the same memory."""
+    module, name = INFOS.get(experts.scheme.name, TRITON_INFO)
+    made, tensors = getattr(import_module(module), name), {}
     for which, weight in zip(("w13", "w2"), experts.stored or (), strict=False):
         tensors |= {f"{which}_scale": weight.scale, f"{which}_zp": weight.zero_point}
     return made(experts.w1, experts.w2, **_flags(experts), **tensors)
 
 
+def in_bf16(experts: Experts) -> Experts:
+    """MXFP4 weights as SGLang's method of gpt-oss gives them to the Triton runner, dequantized."""
+    w1, w2 = (dequantize_weight(q, experts.scheme, torch.bfloat16) for q in experts.stored or ())
+    return Experts(get_scheme("unquantized"), w1, w2, activation=experts.activation)
+
+
+HELD: dict[str, Callable[[Experts], Experts]] = {"mxfp4_w4a16": in_bf16}
+
+
+def held(experts: Experts) -> Experts:
+    """The weights as SGLang's own Triton runner gets them."""
+    same: Callable[[Experts], Experts] = lambda experts: experts  # noqa: E731
+    return HELD.get(experts.scheme.name, same)(experts)
+
+
+def triton(experts: Experts, inputs: Inputs) -> Call:
+    """A ``MoeRunner`` with SGLang's Triton kernels."""
+    return served(TRITON, held(experts), inputs)
+
+
 def has_tuned_tiles(experts: Experts) -> bool:
-    """Whether SGLang ships tiles of its Triton kernels for these weights on this GPU."""
+    """Whether SGLang ships tiles of its Triton kernels for these weights on this GPU.
+
+    Args:
+        experts: what `held` returns.
+    """
     tiles, flags = import_module(TILES), dict(_flags(experts))
     rows, columns = flags.pop("block_shape", (0, 0))
     by_channel = flags.pop("per_channel_quant", False)

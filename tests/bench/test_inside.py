@@ -83,6 +83,13 @@ def test_every_scheme_inside_sglang(engine, scheme):
     assert peers.sglang.has_tuned_tiles(experts) == (scheme == "fp8_block128")
 
 
+def test_mxfp4_beside_dequantized_weights(engine, monkeypatch, capsys):
+    """SGLang's kernels get bf16; both are held to the weights in MXFP4."""
+    monkeypatch.setattr(stand_ins, "fused_experts_none_to_triton", triton)
+    status, rows = rows_of(monkeypatch, capsys, "--scheme=mxfp4_w4a16")
+    assert status == 0 and len(rows) == 4 and all(row["rel_err"] < 0.02 for row in rows)
+
+
 def test_what_sglang_lacks(engine, monkeypatch, capsys):
     monkeypatch.delattr(engine.modules[f"{stand_ins.MOE}.token_dispatcher.standard"],
                         "StandardCombineInput")  # fmt: skip

@@ -117,6 +117,12 @@ class Backend(str):
     def is_triton(self):
         return self == "triton"
 
+    def is_auto(self):
+        return self == "auto"
+
+    def is_none(self):
+        return self == "none"
+
 
 class DispatchMoeRunnerCore(ABC):
     def __init__(self, config):
@@ -211,6 +217,24 @@ def runner_class(factories):
     return MoeRunner
 
 
+def mxfp4_method():
+    """A class of methods of gpt-oss, which hooks change."""
+
+    class Mxfp4MoEMethod:
+        def __init__(self, config):
+            self.moe_runner_config = config
+
+        def process_weights_after_loading(self, layer):
+            """Leave a sign that SGLang dequantized the weights."""
+            layer.w13_weight = layer.w2_weight = "dequantized"
+
+        def apply(self, layer, dispatch_output):
+            """Return a sign that SGLang's own kernels ran."""
+            return StandardCombineInput("SGLang's")
+
+    return Mxfp4MoEMethod
+
+
 def modules():
     """Every stand-in by the name of its module, with state of its own."""
 
@@ -230,7 +254,8 @@ def modules():
         assert backend_name not in factories
         factories[backend_name] = factory
 
-    mode = SimpleNamespace(batch_invariant=False, captured=False)
+    mode = SimpleNamespace(batch_invariant=False, captured=False, runner="triton", exchange="none",
+                           cpu=False)  # fmt: skip
     contents = {
         "sglang.srt.plugins.hook_registry": {
             "HookRegistry": hook_registry(), "HookType": HookType,
@@ -255,7 +280,13 @@ def modules():
             "StandardDispatchOutput": StandardDispatchOutput,
             "StandardCombineInput": StandardCombineInput,
         },
-        f"{MOE}.utils": {"resolve_moe_runner_backend": Backend},
+        f"{MOE}.utils": {
+            "resolve_moe_runner_backend": Backend,
+            "get_moe_runner_backend": lambda: Backend(mode.runner),
+            "get_moe_a2a_backend": lambda: Backend(mode.exchange),
+        },
+        "sglang.srt.utils": {"is_cpu": lambda: mode.cpu},
+        "sglang.srt.layers.quantization.mxfp4": {"Mxfp4MoEMethod": mxfp4_method()},
         f"{MOE}.topk": {"StandardTopKOutput": StandardTopKOutput},
         f"{RUNNERS}.triton_utils.fused_moe": {},
         f"{RUNNERS}.triton_utils.fused_moe_triton_config": {
@@ -278,18 +309,21 @@ def install(monkeypatch, package="moe_ops.integrations.sglang"):
     made = modules()
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
-    ours = [f"{package}.{part}" for part in ("_interface", "_lora", "_experts", "_runner")]
+    ours = [
+        f"{package}.{part}" for part in ("_interface", "_lora", "_experts", "_mxfp4", "_runner")
+    ]
     for name in ours:
         monkeypatch.setitem(sys.modules, name, None)  # undone: absent, or as it was
         del sys.modules[name]
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    interface, _, experts, runner = (importlib.import_module(name) for name in ours)
+    interface, _, experts, _, runner = (importlib.import_module(name) for name in ours)
     return SimpleNamespace(
         interface=interface,
         experts=experts,
         runner=runner,
         modules=made,
+        mxfp4=made["sglang.srt.layers.quantization.mxfp4"].Mxfp4MoEMethod,
         runners=made[f"{RUNNERS}.runner"].MoeRunner,
         pool=made[f"{RUNNERS}.base"].FusedOpPool,
         hooks=made["sglang.srt.plugins.hook_registry"].HookRegistry,
