@@ -235,6 +235,19 @@ def mxfp4_method():
     return Mxfp4MoEMethod
 
 
+def choices(mode):
+    """Stand-ins of how SGLang says which runner and exchange it has, and its method of gpt-oss."""
+    return {
+        f"{MOE}.utils": {
+            "resolve_moe_runner_backend": Backend,
+            "get_moe_runner_backend": lambda: Backend(mode.runner),
+            "get_moe_a2a_backend": lambda: Backend(mode.exchange),
+        },
+        "sglang.srt.utils": {"is_cpu": lambda: mode.cpu},
+        "sglang.srt.layers.quantization.mxfp4": {"Mxfp4MoEMethod": mxfp4_method()},
+    }
+
+
 def modules():
     """Every stand-in by the name of its module, with state of its own."""
 
@@ -280,13 +293,7 @@ def modules():
             "StandardDispatchOutput": StandardDispatchOutput,
             "StandardCombineInput": StandardCombineInput,
         },
-        f"{MOE}.utils": {
-            "resolve_moe_runner_backend": Backend,
-            "get_moe_runner_backend": lambda: Backend(mode.runner),
-            "get_moe_a2a_backend": lambda: Backend(mode.exchange),
-        },
-        "sglang.srt.utils": {"is_cpu": lambda: mode.cpu},
-        "sglang.srt.layers.quantization.mxfp4": {"Mxfp4MoEMethod": mxfp4_method()},
+        **choices(mode),
         f"{MOE}.topk": {"StandardTopKOutput": StandardTopKOutput},
         f"{RUNNERS}.triton_utils.fused_moe": {},
         f"{RUNNERS}.triton_utils.fused_moe_triton_config": {

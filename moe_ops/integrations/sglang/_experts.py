@@ -68,7 +68,7 @@ def run(
     _check_call(dispatch_output)
     x, routed = dispatch_output.hidden_states, dispatch_output.topk_output
     topk_weights, topk_ids = routed.topk_weights, routed.topk_ids
-    scheme, activation = check_layer(quant_info, runner_config)
+    scheme, activation = served_layer(quant_info, runner_config)
     _check_weights(x, quant_info, scheme)
     if batch_invariant:
         check_batch_invariant(scheme)
@@ -91,7 +91,7 @@ def run(
     return out
 
 
-def check_layer(info: Any, config: Any) -> tuple[Scheme, Activation]:
+def served_layer(info: Any, config: Any) -> tuple[Scheme, Activation]:
     """Return the scheme and the activation of a layer.
 
     Args:
@@ -102,7 +102,7 @@ def check_layer(info: Any, config: Any) -> tuple[Scheme, Activation]:
         NotImplementedError, ValueError: a layer that this library does not compute.
     """
     on_input = config.apply_router_weight_on_input
-    _refuse(
+    _refuse_any(
         {
             "mxfp8 weights": info.use_mxfp8,
             "results that are not summed": config.no_combine,
@@ -197,7 +197,7 @@ def _factor(config: Any) -> float:
 def _check_call(dispatch_output: Any) -> None:
     """Raise NotImplementedError for tokens of another form."""
     quantized = (dispatch_output.hidden_states_pre_quant, dispatch_output.hidden_states_scale)
-    _refuse(
+    _refuse_any(
         {
             "routings without topk_ids": not hasattr(dispatch_output.topk_output, "topk_ids"),
             "rows that are quantized already": any(part is not None for part in quantized),
@@ -205,7 +205,7 @@ def _check_call(dispatch_output: Any) -> None:
     )
 
 
-def _refuse(rules: dict[str, bool]) -> None:
+def _refuse_any(rules: dict[str, bool]) -> None:
     """Raise NotImplementedError for the first of some things that is present."""
     for text, present in rules.items():
         if present:

@@ -68,15 +68,15 @@ MXFP4_PARTS = {
 
 def missing() -> str | None:
     """Return the first name that SGLang lacks, or whose parts are others; None: no such name."""
-    return _first(NAMES, PARTS)
+    return _first_missing(NAMES, PARTS)
 
 
 def missing_for_mxfp4() -> str | None:
     """Return the same of what layers of gpt-oss in MXFP4 need besides."""
-    return _first(MXFP4_NAMES, MXFP4_PARTS)
+    return _first_missing(MXFP4_NAMES, MXFP4_PARTS)
 
 
-def _first(
+def _first_missing(
     needed: dict[str, tuple[str, ...]], forms: dict[tuple[str, str], tuple[str, ...]]
 ) -> str | None:
     """Return the first name that SGLang lacks, or whose parts are others."""

@@ -13,7 +13,7 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_back
 from sglang.srt.utils import is_cpu
 
 from moe_ops.integrations._engines import say_once
-from moe_ops.integrations.sglang._experts import ENGINE, KeptWeights, check_layer
+from moe_ops.integrations.sglang._experts import ENGINE, KeptWeights, served_layer
 
 KEPT = "_moe_ops_mxfp4"
 """Attribute of a layer whose weights stay in MXFP4: its `Mxfp4QuantInfo`."""
@@ -42,7 +42,7 @@ def keep_weights(original: Callable[..., Any], method: Any, layer: Any) -> None:
             w2_scale=layer.w2_weight_scale,
         )
         try:
-            check_layer(info, layer.moe_runner_config)
+            served_layer(info, layer.moe_runner_config)
         except (NotImplementedError, ValueError) as error:
             say_once(ENGINE, f"SGLang's own kernels run: {error}")
         else:
