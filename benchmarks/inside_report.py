@@ -1,39 +1,74 @@
-"""The record of `python benchmarks/inside_vllm.py` as Markdown tables."""
+"""The records of layers inside serving engines as Markdown tables."""
 
 from __future__ import annotations
 
-from peers import INSIDE
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from peers import IN_SGLANG, INSIDE, SGLANG_TRITON
 from report import layer_table, source
 from tables import OURS, TOKENS, Record
 
-NAMES = {INSIDE: OURS, "vllm-method-marlin": "Marlin", "vllm-method-humming": "Humming"}
-"""Implementation -> its name in the table."""
+
+class Engine(NamedTuple):
+    """What a report says of an engine."""
+
+    name: str
+    runs: str
+    """What of the engine runs a layer."""
+    names: Mapping[str, str]
+    """Implementation -> its name in the table."""
+    versions: Mapping[str, str]
+    """Name of a part -> the distribution whose version a row has."""
+
+
+VLLM = Engine(
+    "vLLM",
+    "vLLM's modular kernel",
+    {INSIDE: OURS, "vllm-method-marlin": "Marlin", "vllm-method-humming": "Humming"},
+    {"vLLM": "vllm", "Humming": "humming-kernels"},
+)
+SGLANG = Engine(
+    "SGLang",
+    "SGLang's `MoeRunner`",
+    {IN_SGLANG: OURS, SGLANG_TRITON: "SGLang's Triton"},
+    {"SGLang": "sglang", "sglang-kernel": "sglang-kernel"},
+)
 LEGEND = f"""\
-Microseconds for the whole layer inside vLLM's modular kernel, uniform routing: median over replays
+Microseconds for the whole layer inside {{}}, uniform routing: median over replays
 of a CUDA graph, each with a cold L2 cache. In brackets the time of {OURS} over that line's: below
 1, {OURS} is faster. Bold is the fastest. The estimate is the time that bandwidth and arithmetic
 need at measured rates."""
 
 
-def report(records: list[Record]) -> str:
-    """The Markdown of all ``records``: versions, and a table per GPU and scheme."""
+def report(records: list[Record], engine: Engine) -> str:
+    """The Markdown of all ``records`` of an engine: versions, and a table per GPU and scheme."""
     if not records:
         return "No results yet."
-    return "\n\n".join([LEGEND, *(part for record in records for part in _parts(record))])
+    parts = (part for record in records for part in _parts(record, engine))
+    return "\n\n".join([LEGEND.format(engine.runs), *parts])
 
 
-def _parts(record: Record) -> list[str]:
+def _parts(record: Record, engine: Engine) -> list[str]:
     rows = [
-        {**row, "impl": NAMES[row["impl"]]}
+        {**row, "impl": engine.names[row["impl"]]}
         for row in record["rows"]
-        if row["impl"] in NAMES and row["M"] in TOKENS
+        if row["impl"] in engine.names and row["M"] in TOKENS
     ]
     versions = " and ".join(
         f"{name} {', '.join(sorted({row['config'][key] for row in rows if key in row['config']}))}"
-        for name, key in (("vLLM", "vllm"), ("Humming", "humming-kernels"))
+        for name, key in engine.versions.items()
     )
-    parts = [f"{versions} on {source(record)}"]
+    parts = [f"{versions} on {source(record)}", *_tuned(rows, engine)]
     for scheme in sorted({row["scheme"] for row in rows}):
         table = layer_table([row for row in rows if row["scheme"] == scheme])
-        parts += [f"#### {record['gpu']} inside vLLM: {scheme}", table]
+        parts += [f"#### {record['gpu']} inside {engine.name}: {scheme}", table]
     return parts
+
+
+def _tuned(rows: list[Record], engine: Engine) -> list[str]:
+    """A sentence on tuned tiles, if rows say whether the engine ships them."""
+    told = [row for row in rows if "tuned" in row["config"]]
+    tuned = {f"{row['shape']} in {row['scheme']}" for row in told if row["config"]["tuned"]}
+    ships = f"{engine.name} ships tuned tiles for this GPU for"
+    return [f"{ships} {', '.join(sorted(tuned)) or 'none of these layers'}."] if told else []

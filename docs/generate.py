@@ -416,7 +416,12 @@ PAGES = {
     "headline": headline,
     "beside_peers": lambda: peers_report.report(report.read_records(RESULTS)),
     "served_vllm": lambda: served_report.report(report.read_records(RESULTS, "served_vllm.json")),
-    "inside_vllm": lambda: inside_report.report(report.read_records(RESULTS, "inside_vllm.json")),
+    "inside_vllm": lambda: inside_report.report(
+        report.read_records(RESULTS, "inside_vllm.json"), inside_report.VLLM
+    ),
+    "inside_sglang": lambda: inside_report.report(
+        report.read_records(RESULTS, "inside_sglang.json"), inside_report.SGLANG
+    ),
     "layers": layer_tables,
     "plots": plots,
     "profile": profile,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.bench.peers import INSIDE, PEERS, Peer
+from moe_ops.bench.peers import PEERS, Peer
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem
 from moe_ops.scheme import get_scheme
-from peers import humming, vllm, vllm_methods
+from peers import humming, sglang, vllm, vllm_methods
 from peers.installed import package, reason
 
 # transformers
@@ -196,6 +196,12 @@ def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
 
 MODULAR = "vllm-modular"
 """vLLM's modular kernel with its own Triton experts."""
+INSIDE = "moe_ops-in-vllm"
+"""vLLM's modular kernel with this library's experts."""
+IN_SGLANG = "moe_ops-in-sglang"
+"""SGLang's runner with the core of this library's plug-in."""
+SGLANG_TRITON = "sglang-triton"
+"""SGLang's runner with its own Triton kernels."""
 _TRITON = ("bf16", *vllm.CONFIGS)
 _MODULAR = ("bf16", "fp8_block128", "fp8_channel", "int8_w8a16")
 """Schemes of the modular kernel's Triton experts, which refuse int8 activations."""
@@ -235,6 +241,16 @@ PEERS |= {
     "vllm-method-humming": Peer(
         vllm_methods.humming_missing,
         dict.fromkeys(vllm_methods.SCHEMES, partial(vllm_methods.served, vllm_methods.HUMMING)),
+    ),
+    IN_SGLANG: Peer(
+        partial(sglang.missing, sglang.OURS),
+        dict.fromkeys((*sglang.FLAGS, *sglang.INFOS), partial(sglang.served, sglang.OURS)),
+        whole_groups,
+    ),
+    SGLANG_TRITON: Peer(
+        partial(sglang.missing, sglang.TRITON),
+        dict.fromkeys((*sglang.FLAGS, *sglang.HELD), sglang.triton),
+        whole_groups,
     ),
     "triton_kernels": Peer(
         triton_kernels_parts,

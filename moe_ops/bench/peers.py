@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem
 
 Maker = Callable[[Experts, Inputs], Call]
-INSIDE = "moe_ops-in-vllm"
-"""vLLM's modular kernel with this library's experts."""
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import sglang_stand_ins as sglang
 import torch
+from peers.sglang import flags_by_scheme
 
 from moe_ops import quantize_weight
 
-FLAGS = {
-    "unquantized": {},
-    "fp8_block32": {"use_fp8_w8a8": True, "block_shape": [32, 32]},
-    "fp8_channel": {"use_fp8_w8a8": True, "per_channel_quant": True},
-    "fp8_tensor": {"use_fp8_w8a8": True},
-    "fp8_tensor_static": {"use_fp8_w8a8": True},
-    "int8_block32": {"use_int8_w8a8": True, "block_shape": [32, 32]},
-    "int8_channel": {"use_int8_w8a8": True, "per_channel_quant": True},
-    "int4_w4a16_g32": {"use_int4_w4a16": True, "block_shape": [0, 32]},
-    "int4_w4a16_g32_zp": {"use_int4_w4a16": True, "block_shape": [0, 32]},
-    "int8_w8a16_g32": {"use_int8_w8a16": True, "block_shape": [0, 32]},
-}
+FLAGS = {"unquantized": {}, **flags_by_scheme(32), "fp8_tensor_static": {"use_fp8_w8a8": True}}
 """What SGLang's quantization methods say of each scheme that the plug-in serves."""
 STATIC = {"a1_scale": torch.tensor([0.01]), "a2_scale": torch.tensor([0.02])}
 

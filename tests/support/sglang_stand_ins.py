@@ -107,11 +107,21 @@ class LoRAInfo:
     lora_use_virtual_experts: bool = False
 
 
-class Backend(NamedTuple):
-    name: str
+class Backend(str):
+    """A name of a runner backend, which has SGLang's ``value``."""
+
+    @property
+    def value(self):
+        return str(self)
 
     def is_triton(self):
-        return self.name == "triton"
+        return self == "triton"
+
+    def is_auto(self):
+        return self == "auto"
+
+    def is_none(self):
+        return self == "none"
 
 
 class DispatchMoeRunnerCore(ABC):
@@ -133,6 +143,32 @@ class HookType(Enum):
 def fused_experts_none_to_triton(dispatch_output, quant_info, runner_config):
     """Return SGLang's result, which here is nothing but a sign that it ran."""
     return StandardCombineInput("SGLang's")
+
+
+class Context:
+    """Server arguments and facts of ranks that somebody may publish."""
+
+    def override_server_args(self, **fields):
+        return SimpleNamespace(install=lambda: None)
+
+    def override_permanently(self, **values):
+        """Take facts of ranks."""
+
+
+def get_config_dtype_str(
+    dtype,
+    use_int8_w8a16=False,
+    use_int4_w4a16=False,
+    use_fp8_w8a8=False,
+    use_int8_w8a8=False,
+):
+    """Return the name of a quantization in the names of SGLang's files of tiles."""
+    return "fp8_w8a8" if use_fp8_w8a8 else "int4_w4a16" if use_int4_w4a16 else None
+
+
+def get_moe_configs(E, N, dtype, block_n=0, block_k=0, per_channel_quant=False, down_moe=False):  # noqa: N803
+    """Return tiles for layers with blocks of scales, as if SGLang had no others."""
+    return {1: {}} if (dtype, block_n, block_k) == ("fp8_w8a8", 128, 128) else None
 
 
 def hook_registry():
@@ -162,18 +198,54 @@ def hook_registry():
     return HookRegistry
 
 
-def runner_class():
-    """A class of runners with LoRA, which hooks change."""
+def runner_class(factories):
+    """A class of runners with registered cores, and with LoRA, which hooks change."""
 
     class MoeRunner:
         def __init__(self, runner_backend, config, lora_enabled=False):
             self.runner_backend, self.config = Backend(runner_backend), config
+            made = factories.get(self.runner_backend.value)
+            self.runner_core = None if made is None else made(config)
 
         def run(self, dispatch_output, quant_info, lora_info=None):
+            """Run a registered core, or return a sign that SGLang's own kernels ran."""
+            layer = (dispatch_output, quant_info, self.config)
+            if self.runner_core is not None:
+                return self.runner_core.run_from_dispatch(*layer)
+            return fused_experts_none_to_triton(*layer)
+
+    return MoeRunner
+
+
+def mxfp4_method():
+    """A class of methods of gpt-oss, which hooks change."""
+
+    class Mxfp4MoEMethod:
+        def __init__(self, config):
+            self.moe_runner_config = config
+
+        def process_weights_after_loading(self, layer):
+            """Leave a sign that SGLang dequantized the weights."""
+            layer.w13_weight = layer.w2_weight = "dequantized"
+
+        def apply(self, layer, dispatch_output):
             """Return a sign that SGLang's own kernels ran."""
             return StandardCombineInput("SGLang's")
 
-    return MoeRunner
+    return Mxfp4MoEMethod
+
+
+def choices(mode):
+    """Stand-ins of how SGLang says which runner and exchange it has, and its method of gpt-oss."""
+    return {
+        f"{MOE}.utils": {
+            "resolve_moe_runner_backend": Backend,
+            "get_moe_runner_backend": lambda: Backend(mode.runner),
+            "get_moe_a2a_backend": lambda: Backend(mode.exchange),
+        },
+        "sglang.srt.utils": {"is_cpu": lambda: mode.cpu},
+        "sglang.srt.layers.quantization.mxfp4": {"Mxfp4MoEMethod": mxfp4_method()},
+    }
 
 
 def modules():
@@ -195,7 +267,8 @@ def modules():
         assert backend_name not in factories
         factories[backend_name] = factory
 
-    mode = SimpleNamespace(batch_invariant=False, captured=False)
+    mode = SimpleNamespace(batch_invariant=False, captured=False, runner="triton", exchange="none",
+                           cpu=False)  # fmt: skip
     contents = {
         "sglang.srt.plugins.hook_registry": {
             "HookRegistry": hook_registry(), "HookType": HookType,
@@ -209,7 +282,7 @@ def modules():
         },
         f"{RUNNERS}.runner": {
             "register_moe_runner_core": register_moe_runner_core,
-            "_CUSTOM_RUNNER_CORE_FACTORIES": factories, "MoeRunner": runner_class(),
+            "_CUSTOM_RUNNER_CORE_FACTORIES": factories, "MoeRunner": runner_class(factories),
         },
         "sglang.srt.model_executor.runner": {"get_is_capture_mode": lambda: mode.captured},
         f"{RUNNERS}.triton": {
@@ -220,7 +293,13 @@ def modules():
             "StandardDispatchOutput": StandardDispatchOutput,
             "StandardCombineInput": StandardCombineInput,
         },
-        f"{MOE}.utils": {"resolve_moe_runner_backend": str},
+        **choices(mode),
+        f"{MOE}.topk": {"StandardTopKOutput": StandardTopKOutput},
+        f"{RUNNERS}.triton_utils.fused_moe": {},
+        f"{RUNNERS}.triton_utils.fused_moe_triton_config": {
+            "get_config_dtype_str": get_config_dtype_str, "get_moe_configs": get_moe_configs,
+        },
+        "sglang.srt.runtime_context": {"get_context": Context, "get_parallel": Context},
     }  # fmt: skip
     made = {}
     for name, values in contents.items():
@@ -237,18 +316,21 @@ def install(monkeypatch, package="moe_ops.integrations.sglang"):
     made = modules()
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
-    ours = [f"{package}.{part}" for part in ("_interface", "_lora", "_experts", "_runner")]
+    ours = [
+        f"{package}.{part}" for part in ("_interface", "_lora", "_experts", "_mxfp4", "_runner")
+    ]
     for name in ours:
         monkeypatch.setitem(sys.modules, name, None)  # undone: absent, or as it was
         del sys.modules[name]
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    interface, _, experts, runner = (importlib.import_module(name) for name in ours)
+    interface, _, experts, _, runner = (importlib.import_module(name) for name in ours)
     return SimpleNamespace(
         interface=interface,
         experts=experts,
         runner=runner,
         modules=made,
+        mxfp4=made["sglang.srt.layers.quantization.mxfp4"].Mxfp4MoEMethod,
         runners=made[f"{RUNNERS}.runner"].MoeRunner,
         pool=made[f"{RUNNERS}.base"].FusedOpPool,
         hooks=made["sglang.srt.plugins.hook_registry"].HookRegistry,

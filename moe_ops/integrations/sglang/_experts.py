@@ -32,6 +32,14 @@ from moe_ops.scheme import (
 from moe_ops.tensors import Routing
 
 ENGINE = "sglang"
+
+
+class KeptWeights:
+    """Weights that SGLang has no kernels for, as a base of its ``TritonMoeQuantInfo``."""
+
+    scheme_name: str
+
+
 UNLIMITED = torch.finfo(torch.float32).max
 """A limit that changes no finite number."""
 
@@ -57,14 +65,13 @@ def run(
         NotImplementedError, TypeError, ValueError: something that this library does not serve.
             Raised before anything is computed.
     """
-    _check_call(dispatch_output, quant_info, runner_config)
+    _check_call(dispatch_output)
     x, routed = dispatch_output.hidden_states, dispatch_output.topk_output
     topk_weights, topk_ids = routed.topk_weights, routed.topk_ids
-    scheme = scheme_of(quant_info)
+    scheme, activation = served_layer(quant_info, runner_config)
     _check_weights(x, quant_info, scheme)
     if batch_invariant:
         check_batch_invariant(scheme)
-    activation = activation_of(runner_config, quant_info)
     on_input, factor = runner_config.apply_router_weight_on_input, _factor(runner_config)
     if factor != 1:
         topk_weights = topk_weights * factor
@@ -84,12 +91,43 @@ def run(
     return out
 
 
+def served_layer(info: Any, config: Any) -> tuple[Scheme, Activation]:
+    """Return the scheme and the activation of a layer.
+
+    Args:
+        info: SGLang's ``TritonMoeQuantInfo``.
+        config: SGLang's ``MoeRunnerConfig``.
+
+    Raises:
+        NotImplementedError, ValueError: a layer that this library does not compute.
+    """
+    on_input = config.apply_router_weight_on_input
+    _refuse_any(
+        {
+            "mxfp8 weights": info.use_mxfp8,
+            "results that are not summed": config.no_combine,
+            "FP32 intermediates": config.silu_mul_keep_fp32,
+            "router weights on the input with biases": on_input and info.b13 is not None,
+            "router weights on the input with a factor": on_input and _factor(config) != 1,
+        }
+    )
+    scheme, device = scheme_of(info), info.w13_weight.device
+    if device.type == "cuda":
+        if torch.version.hip or capability_of(device) < min_capability(scheme.activation):
+            raise NotImplementedError(f"no kernel of {scheme.name} for {device}")
+    elif device.type != "cpu":
+        raise NotImplementedError(f"device must be cuda or cpu, got {device}")
+    return scheme, activation_of(config, info)
+
+
 def scheme_of(info: Any) -> Scheme:
     """Return the scheme of a ``TritonMoeQuantInfo``.
 
     Raises:
         NotImplementedError, ValueError: a quantization that this plug-in does not know.
     """
+    if isinstance(info, KeptWeights):
+        return get_scheme(info.scheme_name)
     block = None if info.block_shape is None else tuple(info.block_shape)
     if info.use_int4_w4a16 or info.use_int8_w8a16:
         element = "int4_w4a16" if info.use_int4_w4a16 else "int8_w8a16"
@@ -156,26 +194,26 @@ def _factor(config: Any) -> float:
     return 1.0 if config.routed_scaling_factor is None else config.routed_scaling_factor
 
 
-def _check_call(dispatch_output: Any, info: Any, config: Any) -> None:
-    """Raise NotImplementedError for what a call of this library does not compute."""
-    on_input = config.apply_router_weight_on_input
-    rules = {
-        "mxfp8 weights": info.use_mxfp8,
-        "routings without topk_ids": not hasattr(dispatch_output.topk_output, "topk_ids"),
-        "rows that are quantized already": dispatch_output.hidden_states_pre_quant is not None
-        or dispatch_output.hidden_states_scale is not None,
-        "results that are not summed": config.no_combine,
-        "FP32 intermediates": config.silu_mul_keep_fp32,
-        "router weights on the input with biases": on_input and info.b13 is not None,
-        "router weights on the input with a factor": on_input and _factor(config) != 1,
-    }
+def _check_call(dispatch_output: Any) -> None:
+    """Raise NotImplementedError for tokens of another form."""
+    quantized = (dispatch_output.hidden_states_pre_quant, dispatch_output.hidden_states_scale)
+    _refuse_any(
+        {
+            "routings without topk_ids": not hasattr(dispatch_output.topk_output, "topk_ids"),
+            "rows that are quantized already": any(part is not None for part in quantized),
+        }
+    )
+
+
+def _refuse_any(rules: dict[str, bool]) -> None:
+    """Raise NotImplementedError for the first of some things that is present."""
     for text, present in rules.items():
         if present:
             raise NotImplementedError(f"{text} are not supported")
 
 
 def _check_weights(x: Tensor, info: Any, scheme: Scheme) -> None:
-    """Raise NotImplementedError for weights of another form, or a device without kernels."""
+    """Raise NotImplementedError for weights of another form."""
     w1, w2, quant = info.w13_weight, info.w2_weight, scheme.weight
     dtype = x.dtype if quant is None else quant.dtype
     if {w1.dtype, w2.dtype} != {dtype} or x.dtype not in checks.FLOATS:
@@ -193,8 +231,3 @@ def _check_weights(x: Tensor, info: Any, scheme: Scheme) -> None:
     if numbers != [static, static]:
         must = f"a13_scale and a2_scale must have {int(static)} elements each for {scheme.name}"
         raise NotImplementedError(f"{must}, got {numbers}")
-    if x.device.type == "cuda":
-        if torch.version.hip or capability_of(x.device) < min_capability(scheme.activation):
-            raise NotImplementedError(f"no kernel of {scheme.name} for {x.device}")
-    elif x.device.type != "cpu":
-        raise NotImplementedError(f"device must be cuda or cpu, got {x.device}")

@@ -52,13 +52,39 @@ PARTS = {
 """Fields of classes and parameters of functions, by module and name."""
 
 
+METHODS = "sglang.srt.layers.quantization.mxfp4"
+MXFP4 = f"{METHODS}.Mxfp4MoEMethod"
+"""SGLang's quantization method of gpt-oss."""
+MXFP4_NAMES = {
+    f"{MOE}.utils": ("get_moe_runner_backend", "get_moe_a2a_backend"),
+    "sglang.srt.utils": ("is_cpu",),
+}
+MXFP4_PARTS = {
+    (METHODS, "Mxfp4MoEMethod.process_weights_after_loading"): ("self", "layer"),
+    (METHODS, "Mxfp4MoEMethod.apply"): ("self", "layer", "dispatch_output"),
+}
+"""Names and parts for gpt-oss in MXFP4 alone."""
+
+
 def missing() -> str | None:
     """Return the first name that SGLang lacks, or whose parts are others; None: no such name."""
-    for module, names in NAMES.items():
+    return _first_missing(NAMES, PARTS)
+
+
+def missing_for_mxfp4() -> str | None:
+    """Return the same of what layers of gpt-oss in MXFP4 need besides."""
+    return _first_missing(MXFP4_NAMES, MXFP4_PARTS)
+
+
+def _first_missing(
+    needed: dict[str, tuple[str, ...]], forms: dict[tuple[str, str], tuple[str, ...]]
+) -> str | None:
+    """Return the first name that SGLang lacks, or whose parts are others."""
+    for module, names in needed.items():
         for name in names:
             if attribute_of(module, name) is None:
                 return f"{module}.{name}"
-    for (module, name), parts in PARTS.items():
+    for (module, name), parts in forms.items():
         value = attribute_of(module, name)
         if value is None or _parts(value) != parts:
             return f"{module}.{name}"
@@ -67,7 +93,8 @@ def missing() -> str | None:
 
 def formats() -> dict[str, str | None]:
     """Return the kinds of layers that the plug-in serves, each with a name that SGLang lacks."""
-    return {"layers of the Triton runner": missing()}
+    lacks = missing()
+    return {"layers of the Triton runner": lacks, "gpt-oss in MXFP4": lacks or missing_for_mxfp4()}
 
 
 def _parts(value: Any) -> tuple[str, ...]:

@@ -21,7 +21,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.sglang._experts import ENGINE, run
-from moe_ops.integrations.sglang._interface import RUNNERS
+from moe_ops.integrations.sglang._interface import MXFP4, RUNNERS, missing_for_mxfp4
+from moe_ops.integrations.sglang._mxfp4 import keep_weights, kept
 
 NAME = "moe_ops"
 """Name of the runner backend."""
@@ -36,6 +37,10 @@ def install() -> None:
         target = f"{RUNNERS}.base.FusedOpPool.get_fused_func"
         HookRegistry.register(target, get_fused_func, HookType.AROUND)
         HookRegistry.register(f"{RUNNERS}.runner.MoeRunner.run", run_with_adapters, HookType.AROUND)
+        if missing_for_mxfp4() is None:
+            loaded = f"{MXFP4}.process_weights_after_loading"
+            HookRegistry.register(loaded, keep_weights, HookType.AROUND)
+            HookRegistry.register(f"{MXFP4}.apply", run_kept, HookType.AROUND)
 
 
 def get_fused_func(
@@ -85,6 +90,20 @@ def run_with_adapters(
         except (NotImplementedError, TypeError, ValueError) as error:
             say_once(ENGINE, f"SGLang's own kernels run: {error}")
     return original(runner, dispatch_output, quant_info, lora_info)
+
+
+def run_kept(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Run a layer whose weights stayed in MXFP4; else ``original``.
+
+    A hook around ``Mxfp4MoEMethod.apply``.
+
+    Raises:
+        NotImplementedError, ValueError: tokens of another form.
+    """
+    info = kept(layer)
+    if info is None:
+        return original(method, layer, dispatch_output)
+    return _run(dispatch_output, info, method.moe_runner_config)
 
 
 def _run(dispatch_output: Any, quant_info: Any, runner_config: Any, lora_info: Any = None) -> Any:

@@ -1,0 +1,59 @@
+"""Layers inside a serving engine: its own experts and this library's, timed in one run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from peers import PEERS
+
+from moe_ops.bench import layer
+from moe_ops.bench.harness import Row
+
+
+class Engine(NamedTuple):
+    """What a benchmark runs inside an engine, and records."""
+
+    program: str
+    """Name of the program, and of its record, without a suffix."""
+    impls: tuple[str, ...]
+    """Names in `PEERS`."""
+    defaults: Mapping[str, str]
+    """Options that are passed on unless they are given."""
+    distributions: tuple[str, ...]
+    """Distributions whose versions a row has."""
+    facts: Callable[[layer.Case, str], dict[str, Any]] = lambda case, impl: {}
+    """Further facts of a row, of a case and an implementation."""
+
+
+def time_case(engine: Engine, case: layer.Case, impl: str) -> Row:
+    """Time one implementation, and add the versions of the engine and its facts to the row."""
+    row = layer.time_case(case, impl)
+    installed = {x.metadata["Name"]: x.version for x in metadata.distributions()}
+    versions = {name: installed[name] for name in engine.distributions if name in installed}
+    return replace(row, config={**row.config, **versions, **engine.facts(case, impl)})
+
+
+def main(engine: Engine) -> int:
+    """Run the layer benchmark on what is installed, and return its exit status."""
+    passed = sys.argv[1:]
+    names = {argument.partition("=")[0] for argument in passed}
+    lacks = {name: PEERS[name].missing() for name in engine.impls}
+    for name, lack in lacks.items():
+        if lack:
+            print(f"{name} is left out, it needs {lack}", file=sys.stderr)
+    usable = [name for name, lack in lacks.items() if lack is None]
+    if not usable:
+        return 1
+    if {"--config", "--sizes"} & names:
+        names.add("--model")
+    arguments = [*passed]
+    for name, value in {**engine.defaults, "--impls": ",".join(usable)}.items():
+        if name not in names:
+            arguments += [name, value]
+    work = layer.Work(f"{engine.program}.json", partial(time_case, engine), layer.print_times)
+    return layer.main(arguments, prog=f"{engine.program}.py", work=work)

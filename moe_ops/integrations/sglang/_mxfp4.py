@@ -1,0 +1,56 @@
+"""gpt-oss in MXFP4 with SGLang's Triton runner, which would dequantize its weights to bf16.
+
+They stay in the form of the checkpoint here, in a quarter of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.utils import is_cpu
+
+from moe_ops.integrations._engines import say_once
+from moe_ops.integrations.sglang._experts import ENGINE, KeptWeights, served_layer
+
+KEPT = "_moe_ops_mxfp4"
+"""Attribute of a layer whose weights stay in MXFP4: its `Mxfp4QuantInfo`."""
+
+
+class Mxfp4QuantInfo(KeptWeights, TritonMoeQuantInfo):  # type: ignore[misc]
+    """Weights ``(E, 2I, H / 2)`` and ``(E, H, I / 2)`` uint8 with e8m0 scales of 32 columns."""
+
+    scheme_name = "mxfp4_w4a16"
+
+
+def keep_weights(original: Callable[..., Any], method: Any, layer: Any) -> None:
+    """Leave a layer's weights in MXFP4, or dequantize them as SGLang does (``original``).
+
+    A hook around ``Mxfp4MoEMethod.process_weights_after_loading``. SGLang's Triton runner has no
+    kernels for these weights, so what this library does not serve must be known here.
+    """
+    backend, exchange = get_moe_runner_backend(), get_moe_a2a_backend()
+    if (backend.is_triton() or backend.is_auto()) and exchange.is_none() and not is_cpu():
+        info = Mxfp4QuantInfo(
+            w13_weight=layer.w13_weight,
+            w2_weight=layer.w2_weight,
+            b13=getattr(layer, "w13_weight_bias", None),
+            b2=getattr(layer, "w2_weight_bias", None),
+            w13_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+        )
+        try:
+            served_layer(info, layer.moe_runner_config)
+        except (NotImplementedError, ValueError) as error:
+            say_once(ENGINE, f"SGLang's own kernels run: {error}")
+        else:
+            setattr(layer, KEPT, info)
+            return
+    original(method, layer)
+
+
+def kept(layer: Any) -> Mxfp4QuantInfo | None:
+    """Return a layer's weights in MXFP4; None: SGLang dequantized them."""
+    return getattr(layer, KEPT, None)

@@ -1,0 +1,121 @@
+"""gpt-oss in MXFP4 in the plug-in of SGLang: weights that stay as the checkpoint has them."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import sglang_stand_ins as sglang
+import torch
+
+from moe_ops import FusedMoEQuantConfig, fused_experts, quantize_weight
+from moe_ops.activation import Activation, MoEActivation
+from moe_ops.integrations import _engines
+from moe_ops.integrations.sglang import register
+
+SCHEME = "mxfp4_w4a16"
+E, H, WIDTH = 4, 64, 96
+OF_GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "inplace": False}
+
+
+@pytest.fixture
+def engine(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="sglang.moe_ops")
+    _engines.say_once.cache_clear()
+    monkeypatch.delenv("MOE_OPS_SGLANG", raising=False)
+    engine = sglang.install(monkeypatch)
+    register()
+    engine.hooks.apply_hooks()
+    return engine
+
+
+def loaded(**numbers):
+    """A layer after SGLang has read its tensors, its configuration and the quantized weights."""
+    torch.manual_seed(0)
+    q = [quantize_weight(torch.randn(E, *s) / 8, SCHEME) for s in ((2 * WIDTH, H), (H, WIDTH))]
+    layer = SimpleNamespace(moe_runner_config=sglang.MoeRunnerConfig(**OF_GPT_OSS | numbers))
+    for name, weight, rows in zip(("w13", "w2"), q, (2 * WIDTH, H), strict=True):
+        setattr(layer, f"{name}_weight", weight.data)
+        setattr(layer, f"{name}_weight_scale", weight.scale)
+        setattr(layer, f"{name}_weight_bias", torch.randn(E, rows).bfloat16())
+    return layer, q
+
+
+def tokens(count=7):
+    x, logits = torch.randn(count, H).bfloat16(), torch.randn(count, E)
+    chosen = logits.softmax(-1).topk(2)
+    ids = chosen.indices.to(torch.int32)
+    ids[0, 0] = -1
+    routed = sglang.StandardTopKOutput(chosen.values, ids, logits)
+    return sglang.StandardDispatchOutput(x, None, routed)
+
+
+def test_weights_stay_in_mxfp4(engine, caplog):
+    """Bit for bit the library's layer, on the checkpoint's own bytes."""
+    layer, q = loaded()
+    before = layer.w13_weight.data_ptr()
+    method = engine.mxfp4(layer.moe_runner_config)
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight.data_ptr() == before and torch.equal(layer.w2_weight, q[1].data)
+    dispatched = tokens()
+    x, (weights, ids, _) = dispatched.hidden_states, dispatched.topk_output
+    want = fused_experts(
+        x, q[0].data, q[1].data, weights, ids,
+        quant_config=FusedMoEQuantConfig.from_weights(SCHEME, *q),
+        w1_bias=layer.w13_weight_bias, w2_bias=layer.w2_weight_bias,
+        activation=Activation(MoEActivation.SWIGLUOAI, clamp_limit=7.0, alpha=1.702, beta=1.0).key,
+    )  # fmt: skip
+    assert torch.equal(method.apply(layer, dispatched).hidden_states, want)
+    assert [r.message for r in caplog.records if "runs the experts: mxfp4_w4a16" in r.message]
+
+
+@pytest.mark.parametrize(
+    ("mode", "numbers", "reason"),
+    [
+        ({"runner": "marlin"}, {}, None),
+        ({"exchange": "deepep"}, {}, None),
+        ({"cpu": True}, {}, None),
+        ({}, {"activation": "tanh"}, "'tanh'"),
+        ({}, {"no_combine": True}, "not summed"),
+        ({}, {"apply_router_weight_on_input": True}, "with biases"),
+    ],
+)
+def test_what_sglang_dequantizes(engine, caplog, mode, numbers, reason):
+    """Other runners keep their own forms, and what this library does not serve is said."""
+    vars(engine.mode).update(mode)
+    layer, _ = loaded(**numbers)
+    method = engine.mxfp4(layer.moe_runner_config)
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight == "dequantized"
+    assert method.apply(layer, tokens()).hidden_states == "SGLang's"
+    said = [r.message for r in caplog.records if "SGLang's own kernels run" in r.message]
+    assert len(said) == (reason is not None) and (reason or "") in "".join(said)
+
+
+def test_sglangs_own_choice_is_its_triton_runner(engine):
+    engine.mode.runner = "auto"
+    layer, q = loaded()
+    engine.mxfp4(layer.moe_runner_config).process_weights_after_loading(layer)
+    assert torch.equal(layer.w13_weight, q[0].data)
+
+
+def test_tokens_of_another_form_raise(engine):
+    """SGLang's own kernels cannot run on these weights."""
+    layer, _ = loaded()
+    method = engine.mxfp4(layer.moe_runner_config)
+    method.process_weights_after_loading(layer)
+    with pytest.raises(NotImplementedError, match="quantized already"):
+        method.apply(layer, tokens()._replace(hidden_states_pre_quant=()))
+
+
+def test_another_method_leaves_it_alone(monkeypatch):
+    """Without SGLang's method as this plug-in knows it, all other layers are served."""
+    engine = sglang.install(monkeypatch)
+    assert engine.interface.formats() == {
+        "layers of the Triton runner": None,
+        "gpt-oss in MXFP4": None,
+    }
+    monkeypatch.delattr(engine.mxfp4, "apply")
+    name = f"{engine.interface.MXFP4}.apply"
+    assert engine.interface.formats()["gpt-oss in MXFP4"] == name
+    register()
+    assert len(engine.hooks.hooks) == 2
