@@ -6,7 +6,8 @@ is; ``SGLANG_PLUGINS`` of SGLang, if it is set, must name ``moe_ops``.
 
 Layers without an exchange of tokens that SGLang would run with its Triton kernels run here (start
 the server with ``--moe-runner-backend triton`` where it would choose other kernels). What is not
-served runs SGLang's own function, and one line of the log says why. A layer can also be made with
+served runs SGLang's own function, and one line of the log says why. gpt-oss in MXFP4 stays in MXFP4
+there, where SGLang dequantizes its weights for the Triton runner. A layer can also be made with
 ``MoeRunner(resolve_moe_runner_backend("moe_ops"), config)``, which has nothing to fall back to.
 """
 
