@@ -37,9 +37,12 @@ def register() -> None:
 
 
 def _register() -> str | None:
-    """Wrap SGLang's function, or return why not."""
-    lacks = import_module(f"{__name__}._interface").missing()
+    """Wrap SGLang's functions, or return why not."""
+    interface = import_module(f"{__name__}._interface")
+    lacks = interface.missing()
     if lacks:
         return f"it has no {lacks} as this plug-in knows it (it was written for SGLang {VERSION})"
-    import_module(f"{__name__}._runner").install()
+    is_new = import_module(f"{__name__}._runner").install()
+    if is_new and interface.missing_for_mxfp4() is None:
+        import_module(f"{__name__}._mxfp4").install()
     return None
