@@ -125,8 +125,7 @@ HELD: dict[str, Callable[[Experts], Experts]] = {"mxfp4_w4a16": in_bf16}
 
 def held(experts: Experts) -> Experts:
     """The weights as SGLang's own Triton runner gets them."""
-    same: Callable[[Experts], Experts] = lambda experts: experts  # noqa: E731
-    return HELD.get(experts.scheme.name, same)(experts)
+    return HELD.get(experts.scheme.name, lambda same: same)(experts)
 
 
 def triton(experts: Experts, inputs: Inputs) -> Call:

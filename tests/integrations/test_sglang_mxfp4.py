@@ -1,6 +1,7 @@
 """gpt-oss in MXFP4 in the plug-in of SGLang: weights that stay as the checkpoint has them."""
 
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -107,15 +108,17 @@ def test_tokens_of_another_form_raise(engine):
         method.apply(layer, tokens()._replace(hidden_states_pre_quant=()))
 
 
-def test_another_method_leaves_it_alone(monkeypatch):
-    """Without SGLang's method as this plug-in knows it, all other layers are served."""
+@pytest.mark.parametrize("name", ["Mxfp4MoEMethod.apply", "is_cpu", "get_moe_a2a_backend"])
+def test_another_interface_leaves_it_alone(monkeypatch, caplog, name):
+    """Without what gpt-oss needs of SGLang, all other layers are served, and nothing is said."""
     engine = sglang.install(monkeypatch)
-    assert engine.interface.formats() == {
-        "layers of the Triton runner": None,
-        "gpt-oss in MXFP4": None,
-    }
-    monkeypatch.delattr(engine.mxfp4, "apply")
-    name = f"{engine.interface.MXFP4}.apply"
-    assert engine.interface.formats()["gpt-oss in MXFP4"] == name
+    formats = engine.interface.formats
+    assert formats() == {"layers of the Triton runner": None, "gpt-oss in MXFP4": None}
+    module = {"is_cpu": "sglang.srt.utils", "get_moe_a2a_backend": f"{sglang.MOE}.utils"}
+    owner = engine.modules.get(module.get(name), engine.mxfp4)
+    monkeypatch.delattr(owner, name.rpartition(".")[2])
+    monkeypatch.delitem(sys.modules, "moe_ops.integrations.sglang._mxfp4")
+    assert formats()["gpt-oss in MXFP4"].endswith(f".{name}")
     register()
-    assert len(engine.hooks.hooks) == 2
+    assert len(engine.hooks.hooks) == 2 and list(engine.factories) == ["moe_ops"]
+    assert not caplog.records

@@ -317,14 +317,14 @@ def install(monkeypatch, package="moe_ops.integrations.sglang"):
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
     ours = [
-        f"{package}.{part}" for part in ("_interface", "_lora", "_experts", "_mxfp4", "_runner")
+        f"{package}.{part}" for part in ("_interface", "_lora", "_experts", "_runner", "_mxfp4")
     ]
     for name in ours:
         monkeypatch.setitem(sys.modules, name, None)  # undone: absent, or as it was
         del sys.modules[name]
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    interface, _, experts, _, runner = (importlib.import_module(name) for name in ours)
+    interface, _, experts, runner, _ = (importlib.import_module(name) for name in ours)
     return SimpleNamespace(
         interface=interface,
         experts=experts,

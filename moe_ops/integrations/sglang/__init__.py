@@ -6,7 +6,8 @@ is; ``SGLANG_PLUGINS`` of SGLang, if it is set, must name ``moe_ops``.
 
 Layers without an exchange of tokens that SGLang would run with its Triton kernels run here (start
 the server with ``--moe-runner-backend triton`` where it would choose other kernels). What is not
-served runs SGLang's own function, and one line of the log says why. A layer can also be made with
+served runs SGLang's own function, and one line of the log says why. gpt-oss in MXFP4 stays in MXFP4
+there, where SGLang dequantizes its weights for the Triton runner. A layer can also be made with
 ``MoeRunner(resolve_moe_runner_backend("moe_ops"), config)``, which has nothing to fall back to.
 """
 
@@ -36,9 +37,12 @@ def register() -> None:
 
 
 def _register() -> str | None:
-    """Wrap SGLang's function, or return why not."""
-    lacks = import_module(f"{__name__}._interface").missing()
+    """Wrap SGLang's functions, or return why not."""
+    interface = import_module(f"{__name__}._interface")
+    lacks = interface.missing()
     if lacks:
         return f"it has no {lacks} as this plug-in knows it (it was written for SGLang {VERSION})"
-    import_module(f"{__name__}._runner").install()
+    is_new = import_module(f"{__name__}._runner").install()
+    if is_new and interface.missing_for_mxfp4() is None:
+        import_module(f"{__name__}._mxfp4").install()
     return None

@@ -10,10 +10,13 @@ from typing import Any
 
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils import is_cpu
 
 from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.sglang._experts import ENGINE, KeptWeights, served_layer
+from moe_ops.integrations.sglang._interface import MXFP4
+from moe_ops.integrations.sglang._runner import run_to_combine
 
 KEPT = "_moe_ops_mxfp4"
 """Attribute of a layer whose weights stay in MXFP4: its `Mxfp4QuantInfo`."""
@@ -23,6 +26,13 @@ class Mxfp4QuantInfo(KeptWeights, TritonMoeQuantInfo):  # type: ignore[misc]
     """Weights ``(E, 2I, H / 2)`` and ``(E, H, I / 2)`` uint8 with e8m0 scales of 32 columns."""
 
     scheme_name = "mxfp4_w4a16"
+
+
+def install() -> None:
+    """Hook SGLang's method of gpt-oss."""
+    loaded = f"{MXFP4}.process_weights_after_loading"
+    HookRegistry.register(loaded, keep_weights, HookType.AROUND)
+    HookRegistry.register(f"{MXFP4}.apply", run_kept, HookType.AROUND)
 
 
 def keep_weights(original: Callable[..., Any], method: Any, layer: Any) -> None:
@@ -51,6 +61,15 @@ def keep_weights(original: Callable[..., Any], method: Any, layer: Any) -> None:
     original(method, layer)
 
 
-def kept(layer: Any) -> Mxfp4QuantInfo | None:
-    """Return a layer's weights in MXFP4; None: SGLang dequantized them."""
-    return getattr(layer, KEPT, None)
+def run_kept(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Run a layer whose weights stayed in MXFP4; else ``original``.
+
+    A hook around ``Mxfp4MoEMethod.apply``.
+
+    Raises:
+        NotImplementedError, ValueError: tokens of another form.
+    """
+    info = getattr(layer, KEPT, None)
+    if info is None:
+        return original(method, layer, dispatch_output)
+    return run_to_combine(dispatch_output, info, method.moe_runner_config)

@@ -21,8 +21,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.sglang._experts import ENGINE, run
-from moe_ops.integrations.sglang._interface import MXFP4, RUNNERS, missing_for_mxfp4
-from moe_ops.integrations.sglang._mxfp4 import keep_weights, kept
+from moe_ops.integrations.sglang._interface import RUNNERS
 
 NAME = "moe_ops"
 """Name of the runner backend."""
@@ -30,17 +29,15 @@ PLACE = ("none", "triton")
 """Exchange of tokens and runner backend whose fused function is replaced."""
 
 
-def install() -> None:
-    """Hook SGLang's choice of a fused function, and register the runner core; once."""
-    if NAME not in _CUSTOM_RUNNER_CORE_FACTORIES:
+def install() -> bool:
+    """Hook SGLang's choice of a fused function, and register the runner core; False: it was so."""
+    is_new = NAME not in _CUSTOM_RUNNER_CORE_FACTORIES
+    if is_new:
         register_moe_runner_core(NAME, MoeOpsRunnerCore)
         target = f"{RUNNERS}.base.FusedOpPool.get_fused_func"
         HookRegistry.register(target, get_fused_func, HookType.AROUND)
         HookRegistry.register(f"{RUNNERS}.runner.MoeRunner.run", run_with_adapters, HookType.AROUND)
-        if missing_for_mxfp4() is None:
-            loaded = f"{MXFP4}.process_weights_after_loading"
-            HookRegistry.register(loaded, keep_weights, HookType.AROUND)
-            HookRegistry.register(f"{MXFP4}.apply", run_kept, HookType.AROUND)
+    return is_new
 
 
 def get_fused_func(
@@ -64,7 +61,7 @@ def with_fallback(function: Callable[..., Any]) -> Callable[..., Any]:
     def fused_experts(dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         layer = (dispatch_output, quant_info, runner_config)
         try:
-            return _run(*layer)
+            return run_to_combine(*layer)
         except (NotImplementedError, ValueError) as error:
             say_once(ENGINE, f"SGLang's own kernels run: {error}")
             return function(*layer)
@@ -86,27 +83,20 @@ def run_with_adapters(
     standard = isinstance(dispatch_output, StandardDispatchOutput)
     if lora_info is not None and standard and runner.runner_backend.is_triton():
         try:
-            return _run(dispatch_output, quant_info, runner.config, lora_info)
+            return run_to_combine(dispatch_output, quant_info, runner.config, lora_info)
         except (NotImplementedError, TypeError, ValueError) as error:
             say_once(ENGINE, f"SGLang's own kernels run: {error}")
     return original(runner, dispatch_output, quant_info, lora_info)
 
 
-def run_kept(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Run a layer whose weights stayed in MXFP4; else ``original``.
-
-    A hook around ``Mxfp4MoEMethod.apply``.
+def run_to_combine(
+    dispatch_output: Any, quant_info: Any, runner_config: Any, lora_info: Any = None
+) -> Any:
+    """Run a layer; returns SGLang's ``StandardCombineInput``.
 
     Raises:
-        NotImplementedError, ValueError: tokens of another form.
+        NotImplementedError, TypeError, ValueError: a layer that is not served.
     """
-    info = kept(layer)
-    if info is None:
-        return original(method, layer, dispatch_output)
-    return _run(dispatch_output, info, method.moe_runner_config)
-
-
-def _run(dispatch_output: Any, quant_info: Any, runner_config: Any, lora_info: Any = None) -> Any:
     invariant = bool(is_batch_invariant_mode_enabled())
     layer = (dispatch_output, quant_info, runner_config)
     out = run(*layer, batch_invariant=invariant, lora_info=lora_info)
@@ -131,4 +121,4 @@ class MoeOpsRunnerCore(DispatchMoeRunnerCore):
         """
         if hooks is not None:
             raise NotImplementedError(f"hooks must be None, got {type(hooks).__name__}")
-        return _run(dispatch_output, quant_info, runner_config)
+        return run_to_combine(dispatch_output, quant_info, runner_config)
