@@ -180,8 +180,7 @@ def test_layers_are_fused_experts(engine, monkeypatch, name, packs):
     """Bit for bit, in both forms; packed weights take the memory of those that vLLM loaded."""
     place = engine.place
     monkeypatch.setattr(place, "reads_packed", lambda *_, **__: packs)
-    if packs:  # AWQ's words are converted expert by expert, and else all at once
-        monkeypatch.setattr(engine.weights, "TOGETHER", 1)
+    monkeypatch.setattr(engine.weights, "TOGETHER", 1 if packs else 2**24)  # bytes of AWQ's words
     x, weights, ids, *qs, biases = problem(name, hidden=128, width=128)
     if name == "int4_w4a8_g128":  # scales that vLLM's conversion restores
         qs = [q._replace(scale=(q.scale.float() * 0 + 56).to(FP8)) for q in qs]
