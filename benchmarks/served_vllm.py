@@ -257,7 +257,7 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
             yield ServedRow(
                 *case,
                 gpus=args.gpus,
-                parallel=args.parallel if args.gpus > 1 else "",
+                parallel=args.parallel,
                 adapters=args.adapters,
                 phase=phase,
                 M=m,
@@ -291,20 +291,26 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=several, default=default, metavar="..,", help=text)
     add("--layers", type=number, help="build fewer layers; nothing is scaled up")
     add("--gpus", type=number, default=1, help="that divide the experts (default: %(default)s)")
-    add("--parallel", choices=("tensor", "data"), default="tensor", help="how (default: tensor)")
-    add("--adapters", type=int, default=0, help="of the experts, in turns (default: %(default)s)")
+    add("--parallel", choices=("tensor", "data"), help="how several GPUs do (default: tensor)")
+    add(
+        "--adapters", type=number, default=0, help="of the experts, in turns (default: %(default)s)"
+    )
     add("--new", type=number, default=128 if cuda else 8, help="tokens after a prompt")
     add("--options", type=json.loads, default={}, metavar="JSON", help="further ones of vLLM's LLM")
     add("--logs", type=Path, default=Path("served_vllm"), help="folder of vLLM's logs")
     add("--output", type=Path, default=default_output(), help="folder of the records")
     command.add_time_budget(parser, "start no case after this long")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.parallel and args.gpus == 1:
+        parser.error("--parallel needs --gpus of at least 2")
+    args.parallel = "" if args.gpus == 1 else args.parallel or "tensor"
+    return args
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of ``LLM``: on a GPU the sizes that are timed are captured."""
     chosen: dict[str, Any] = {**LIMITS}
-    if args.gpus > 1:
+    if args.parallel:
         chosen["enable_expert_parallel"] = True
         chosen["tensor_parallel_size"] = args.gpus if args.parallel == "tensor" else 1
     if torch.cuda.is_available():

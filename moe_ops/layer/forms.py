@@ -188,8 +188,8 @@ def in_forms(stage: Stage, forms: Mapping[str, str], *, in_place: bool = False) 
 def in_forms_for_device(stage: Stage) -> Stage:
     """Convert a stage to the form that kernels of its GPU run fastest.
 
-    Packing takes the memory of the plain weights, so that a model loads with memory for one expert
-    beside its weights.
+    Packing takes the memory of the plain weights, so that a model loads with memory for three
+    experts beside its weights.
 
     A layer whose ``kernel`` was set stays as it is, because the kernel holds the layer's scales.
     """

@@ -142,7 +142,7 @@ def test_continuations_are_compared():
         written([1, 2], first, {2: -0.1, 7: -0.4}), written([1, 7], shifted, {7: -0.1, 2: -0.3})
     )
     assert clear.ties() == [False] and clear.partings[0].gap == pytest.approx(0.2)
-    # By no engine, and by one of them.
+    # Both tokens are among the best of no engine, or of one alone.
     neither, both = ({2: -0.1, 3: -0.1}, {7: -0.1, 4: -0.1}), {2: -0.1, 7: -0.1}
     for first, second in (neither, (both, neither[1]), (neither[0], both)):
         unlisted = compare(written([2], first), written([7], second))
@@ -228,6 +228,9 @@ def test_ranks_have_sequences_of_their_own(stand_in):
     assert speeds == {"decode": 2 * 2 * 4 / 8, "prefill": 2 * 1024 / 8}
     assert {(row["gpus"], row["parallel"], row["compared"]) for row in rows} == {(2, "data", None)}
     assert (stand_in / "logs/moe_ops.log").read_text() == 2 * "a line of the log\n"
+    for wrong in (("--parallel", "data"), ("--adapters", "-1")):
+        with pytest.raises(SystemExit):
+            served.options(wrong)
 
 
 def test_engines_that_fail(stand_in, capfd):

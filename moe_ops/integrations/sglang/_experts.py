@@ -32,16 +32,14 @@ from moe_ops.scheme import (
 from moe_ops.tensors import Routing
 
 ENGINE = "sglang"
+UNLIMITED = torch.finfo(torch.float32).max
+"""A limit that changes no finite number."""
 
 
 class KeptWeights:
-    """Weights that SGLang has no kernels for, as a base of its ``TritonMoeQuantInfo``."""
+    """Weights without kernels of SGLang: a base for subclasses of its ``TritonMoeQuantInfo``."""
 
     scheme_name: str
-
-
-UNLIMITED = torch.finfo(torch.float32).max
-"""A limit that changes no finite number."""
 
 
 def run(

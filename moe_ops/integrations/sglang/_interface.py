@@ -72,7 +72,7 @@ def missing() -> str | None:
 
 
 def missing_for_mxfp4() -> str | None:
-    """Return the same of what layers of gpt-oss in MXFP4 need besides."""
+    """Return the first name that SGLang lacks for gpt-oss in MXFP4 alone; None: no such name."""
     return _first_missing(MXFP4_NAMES, MXFP4_PARTS)
 
 
