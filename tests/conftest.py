@@ -212,6 +212,11 @@ def pytest_configure(config):
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def pytest_runtest_setup(item):
+    """Random tensors of a test are the same alone, in any order, and on every machine."""
+    torch.manual_seed(crc32(item.nodeid.encode()))
+
+
 def pytest_report_header(config):
     leg = "interpreter" if INTERPRETED else "cuda" if HAS_CUDA else "cpu reference"
     examples = settings().max_examples
