@@ -54,7 +54,7 @@ class MoEActivation(Enum):
         return self is MoEActivation.SWIGLUOAI
 
     def without_mul(self) -> MoEActivation:
-        """The same function without a gate; ValueError if there is no such activation."""
+        """This function without a gate; ValueError if there is no such activation."""
         name = self.value if not self.is_gated else f"{self.value}_no_mul"
         return MoEActivation.from_str(name)
 

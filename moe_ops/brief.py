@@ -43,7 +43,7 @@ def aligned(
     Args:
         lines: cells as text; every line has the same number.
         left: columns of text.
-        widths: widths of the columns; None: those of the longest cells.
+        widths: widths of the columns; None: as wide as their longest cells.
     """
     lines = list(lines)
     columns = zip(*lines, strict=True)

@@ -323,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     Args:
-        arguments: command-line arguments; None: those of the process.
+        arguments: command-line arguments; None: ``sys.argv[1:]``.
 
     Raises:
         SystemExit: help was requested (0), or the command line has an unknown name (2).

@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None, work: 
     """Run the benchmark and return the exit status: 1 after a failure.
 
     Args:
-        arguments: command-line arguments; None: those of the process.
+        arguments: command-line arguments; None: ``sys.argv[1:]``.
         prog: name of the command in its help.
         work: what ``--profile`` replaces by `PROFILE`.
     """

@@ -203,7 +203,7 @@ class Experts:
 
     @cached_property
     def loaded(self) -> Experts:
-        """The same weights in the form in which a layer keeps them.
+        """These weights in the form in which a layer keeps them.
 
         See `reads_packed` and `gains_by_fp8`; as fp8 they have another scheme.
         """
@@ -221,7 +221,7 @@ class Experts:
         return self.in_fragments([which for which, read in enumerate(reads, start=1) if read])
 
     def in_fragments(self, which: Collection[int]) -> Experts:
-        """The same weights, of which ``which`` (1, 2 or both) are in the packed form."""
+        """These weights, of which ``which`` (1, 2 or both) are in the packed form."""
         if self.stored is None or not which:
             return self
         w1, w2 = (

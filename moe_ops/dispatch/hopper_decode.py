@@ -68,7 +68,7 @@ FEW_STAGES, MANY_STAGES = 6, 4
 CTA_BYTES = RESERVED_BYTES + 512
 """Bytes of a CTA beside its stages and its epilogue: reserved ones, and barriers."""
 MANY_BYTES = 20 * 1024
-"""The same of the kernel for many rows, with the buffers of its epilogue."""
+"""CTA_BYTES in the kernel for many rows, with the buffers of its epilogue."""
 
 
 def dequantizes(scheme: Scheme, dtype: torch.dtype) -> bool:

@@ -181,6 +181,6 @@ def _layer_weight(
 def sums_one_token(scheme: Scheme) -> bool:
     """Whether there are kernels that also sum the second GEMM of one token.
 
-    For a weight in the plain form: those of packed weights always do.
+    For a weight in the plain form: kernels of packed weights always do.
     """
     return scheme.activation is None or takes_one_token(scheme)

@@ -9,8 +9,8 @@ def check_whole(name: str, block: Any) -> None:
     """Raise NotImplementedError if transformers has split a block's experts over ranks.
 
     Its tensor and expert parallelism mark the modules whose forward or parameters they replace:
-    every module of the model before transformers 5.21, from then on those of the plan, such as the
-    experts but not the block.
+    every module of the model before transformers 5.21, from then on only modules that the plan
+    names, such as the experts but not the block.
     """
     for inner, module in block.named_modules():
         if getattr(module, "_is_hooked", False):

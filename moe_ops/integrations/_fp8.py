@@ -71,7 +71,7 @@ def unsupported(experts: Any) -> str:
 def weights_of(experts: Any) -> Weights:
     """Return the weights of an ``FP8Experts`` module with their scales.
 
-    Scales of activations are not powers of two if those of the weights are (e8m0), as in
+    Scales of activations are not powers of two even if the weights' scales are (e8m0), as in
     transformers' kernels on Hopper.
 
     Raises:

@@ -63,8 +63,8 @@ def say_what_is_kept(made: Any, asked: Any) -> None:
 
     Args:
         made: a model, or a tuple that begins with one.
-        asked: the implementation that was asked for, or a dict of those of parts of the model; a
-            configuration may also have it.
+        asked: the implementation that was asked for, or a dict with one for each part of the
+            model; a configuration may also have it.
     """
     model = made[0] if isinstance(made, tuple) else made
     if not isinstance(model, PreTrainedModel):

@@ -1,6 +1,6 @@
 """LongCat-Flash, whose experts transformers does not dispatch: some of them return their input.
 
-The ids of these identity experts come after those of the experts with weights, which
+The ids of these identity experts are larger than the ids of the experts with weights, which
 `fused_experts` runs alone: it skips larger ids.
 """
 

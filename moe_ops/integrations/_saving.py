@@ -170,7 +170,7 @@ def make_saveable(model: nn.Module) -> None:
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    """Raise if PEFT has put its modules around those of the model, which changes their names."""
+    """Raise if PEFT has wrapped modules of the model, which changes their names."""
     for name, module in model.named_modules():
         if not module._modules.keys().isdisjoint(WRAPPED):
             raise ValueError(

@@ -149,7 +149,7 @@ def _topk_launch(
 ) -> tuple[int, Launch]:
     """Tokens per program, and the kernel.
 
-    With many tokens a program takes as many as give a thread up to 16 experts and 4 slots. Only the
+    With many tokens a thread of a program has up to 16 experts and 4 slots. Only the
     exact path, which is rarely taken, needs more registers.
     """
     each = max(1, min(512 // _block(num_experts), 128 // _block(topk))) if many else 1

@@ -16,7 +16,7 @@ from moe_ops.pipeline.lora import ExpertLora, check_lora
 
 
 def check_takes_lora(layer: ExpertLayer) -> None:
-    """Check that a layer can add low-rank products to those of its experts.
+    """Check that a layer can add low-rank products to its experts' products.
 
     A layer with a kernel leaves to that kernel what its parts take.
 

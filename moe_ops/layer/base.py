@@ -68,7 +68,7 @@ class ExpertLayer(nn.Module):
     rank_group: RankGroup
     """The ranks that share the layer."""
     exchanges_tokens: bool
-    """That of ``moe_parallel_config``."""
+    """`FusedMoEParallelConfig.exchanges_tokens` of ``moe_parallel_config``."""
     is_spread: bool
     """Whether several ranks share the layer."""
     option_facts: dict[str, str]

@@ -76,7 +76,7 @@ def load_checkpoint(
     and copied into the parameters when they are complete: a load that fails leaves the layer as it
     was. Under `fully_shard` over replicas each rank reads its whole layer, and keeps its part.
 
-    The tensors may be those of one expert each (``experts.3.gate_proj.weight``,
+    The tensors may be of one expert each (``experts.3.gate_proj.weight``,
     ``experts.3.w1.weight``) or of all experts (``experts.gate_up_proj``,
     ``experts.down_proj_blocks``, ``w13_weight``), with the scales and zero points of fine-grained
     fp8, compressed-tensors, ModelOpt, AWQ, GPTQ and gpt-oss. If a scheme's blocks do not fit a

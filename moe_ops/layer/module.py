@@ -58,7 +58,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
     Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
 
     The parameters of an unquantized layer require grad, and `reset_parameters` initializes them as
-    `torch.nn.Linear` does. Those of a quantized layer are constants, which hold zeros until
+    `torch.nn.Linear` does. A quantized layer's are constants, which hold zeros until
     `load_checkpoint`, `load_state_dict` or `weight_loader` (also an attribute of each parameter)
     fills them; the first forward warns if nothing did. `load_checkpoint` sets the buffer
     ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how its
@@ -181,7 +181,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
                 padding too.
             lora: adapters beside the experts' weights, in any scheme: see `ExpertLora`. Its
                 ``lora_ids`` are ``(T,)``, or have the axes of ``hidden_states`` but the last. With
-                several ranks the factors are those of this rank's weights, and gradients of
+                several ranks the factors belong to this rank's weights, and gradients of
                 what all ranks have are added as the result is (``reduce_results``, or an exchange).
             topk_ids: ``(T, k)`` int32 or int64 (or the axes of ``hidden_states`` but the last, and
                 k), the experts to use instead of the router's choice, such as `set_capture_fn`
@@ -272,7 +272,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         """Compute this rank's part of the result, ``(T, H)``; tokens are padded to the layer's H.
 
         With ``shared_experts_input`` the kernel runs the shared experts on it, and the result is
-        ``(shared, routed)``. The other arguments are those of `forward`, with flat tokens.
+        ``(shared, routed)``. The other arguments are as in `forward`, with flat tokens.
         """
         routed = self.route(
             hidden_states,

@@ -352,7 +352,7 @@ class FusedMoEOptions:
             )
 
     def parallel_config(self) -> FusedMoEParallelConfig:
-        """Return the layer's groups: the given ones, or those of `FusedMoEParallelConfig.make`."""
+        """Return the layer's groups: the given ones, or `FusedMoEParallelConfig.make`'s."""
         config = self.moe_parallel_config
         if config is None:
             use_ep, group = self.ep_size > 1, (self.tp_size, self.tp_rank)

@@ -1,4 +1,4 @@
-"""Which names of a whole model's tensors are those of one layer."""
+"""Which names of a whole model's tensors belong to one layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OwnNames:
         A name that says nothing about its layer is returned as it is.
 
         Raises:
-            ValueError: the prefix is not known, and names are those of two layers.
+            ValueError: the prefix is not known, and the names belong to two layers.
         """
         if not self._block:
             return self._after_shown(name)

@@ -6,8 +6,8 @@ traced or captured compare nothing. A comparison cannot help ranks that do not m
 makes no call, a rank whose layer does not communicate, and ranks with the same group but with
 calls of different layers still wait until the timeout of the process group.
 
-Wrappers for data parallelism take parameters of the same name for the same values. Those of a layer
-over several ranks are different experts, or different parts of experts.
+Wrappers for data parallelism take parameters of the same name for the same values. A layer's
+parameters over several ranks are different experts, or different parts of experts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rank_group_of(parallel: FusedMoEParallelConfig, options: FusedMoEOptions) ->
 
     Raises:
         TypeError, ValueError: as `RankGroup.resolve`; a group that exists, of other ranks than
-            those of the layer.
+            the layer's.
     """
     ranks = RankGroup.of_layer(parallel, options.tp_group)
     sums = parallel.exchanges_tokens or options.reduce_results

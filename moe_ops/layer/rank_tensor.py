@@ -8,7 +8,7 @@ onto any number of them, whatever experts they hold.
 The parameters themselves are not DTensors: a DTensor cannot say that the rows of a rank are those
 of experts 0, 5 and 5 again (EPLB), or a piece of the gate rows and a piece of the up rows. And
 every use of a weight would have to unwrap it. Where `fully_shard` has made a DTensor of a rank's
-tensor, the pieces are those of its local tensor.
+tensor, the pieces are pieces of its local tensor.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class RoutesTokens(ExpertLayer):
     def expert_tensors(self, optimizer: Optimizer | None = None) -> list[Tensor]:
         """Return this rank's tensors that have a row per expert: what `EplbState.rebalance_` moves.
 
-        These are the parameters (without those of shared experts), and ``w13_input_order`` if each
+        These are the parameters (without the shared experts' own), and ``w13_input_order`` if each
         expert has its own.
 
         Args:
@@ -214,7 +214,7 @@ class RoutesTokens(ExpertLayer):
     def set_capture_fn(self, fn: CaptureFn | None, *, buffer: Tensor | None = None) -> None:
         """Pass the experts that each call chooses to ``fn``, or write them into ``buffer``.
 
-        The ids ``(T, k)`` are those of logical experts, in the order of the router: before replicas
+        The ids ``(T, k)`` name logical experts, in the order of the router: before replicas
         are chosen, and without fused shared experts (``n_shared_experts``). Zero experts have ids
         from E on; the slots of padding tokens are -1. Ranks that exchange tokens capture those that
         they were called with.

@@ -26,7 +26,7 @@ class RankState(RankTensor):
     """The entry ``_extra_state`` of one rank.
 
     `torch.distributed.checkpoint` saves and loads ``whole`` instead, the entry of the layer on one
-    rank, since the tensors that it saves are those of the whole layer.
+    rank, since it saves the tensors of the whole layer.
     """
 
     whole: Tensor

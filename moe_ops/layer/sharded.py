@@ -1,4 +1,4 @@
-"""Where the tensors of one rank lie in those of the same layer on one rank.
+"""Where the tensors of one of several ranks lie in the tensors of the same layer on one rank.
 
 `torch.distributed.checkpoint` saves and loads the state dict of a layer over several ranks by these
 places: see `RankTensor`.

@@ -30,7 +30,7 @@ PLAIN, PACKED, FP8 = "plain", "packed", "fp8"
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Where experts are. The ids that the experts' kernels get are those of physical experts."""
+    """Where experts are. The experts' kernels get the ids of physical experts."""
 
     logical: tuple[int, ...]
     """The logical expert that each physical one holds; shared experts come after E; -1: none."""

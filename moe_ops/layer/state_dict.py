@@ -124,7 +124,7 @@ class KeepsStateDict(ExpertLayer):
     def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:
         """Replace tensors whose rows hold other experts than the layer's do now.
 
-        Without experts in ``saved``, rows are those of the first placement.
+        Without experts in ``saved``, rows are as in the first placement.
 
         Raises:
             ValueError: the tensors lack an expert that this rank holds, are of another part of the

@@ -86,7 +86,7 @@ class LoadSteps:
     def _load_alternating_zero_points(
         self, expert_data: Tensor, shard_id: str, codes: Tensor, tp_rank: int
     ) -> None:
-        """Copy 4-bit zero points of gate to low nibbles, or those of up to high nibbles."""
+        """Copy 4-bit zero points of gate to low nibbles, or zero points of up to high nibbles."""
         shift, kept = (4, 0x0F) if shard_id == "w3" else (0, 0xF0)
         part = torch.zeros_like(expert_data)
         _copy_shard(part, 0, codes << shift, tp_rank)

@@ -48,7 +48,7 @@ class LoadsWeights(LoadSteps, ConvertsForms):
 
         Args:
             param: a parameter of this layer, or a tensor of the caller's with a ``quant_method``. A
-                true ``is_transposed`` says that its last two axes are swapped, and those of
+                true ``is_transposed`` says that its last two axes are swapped, and the last two of
                 ``loaded_weight``.
             loaded_weight: the whole projection of one expert or, for a parameter of this layer, of
                 all experts, ``(E, N, K)``.

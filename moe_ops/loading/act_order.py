@@ -26,7 +26,7 @@ from moe_ops.scheme.formats import join_nibbles, split_nibbles
 class ActOrder:
     """The orders of columns that the tensors of a checkpoint give; false if there are none.
 
-    Shared experts that are side by side have the same orders, those of their common tensors.
+    Shared experts that are side by side have the same orders: of their common tensors.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ class GivenScales:
 
         Args:
             name: name of the parameter.
-            expert: any number that identifies the expert among those of this parameter.
+            expert: any number that identifies the expert among the experts of this parameter.
             shard: ``w1``, ``w2`` or ``w3``.
             scale: the projection's scale.
             agreement: how gate and up must agree.

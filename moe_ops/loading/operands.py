@@ -1,6 +1,6 @@
 """Operands of a scheme, from the words in which quantization tools describe them.
 
-The words are those of compressed-tensors (``QuantizationArgs``): `operands` is the inverse of
+The words come from compressed-tensors (``QuantizationArgs``): `operands` is the inverse of
 `moe_ops.loading.compressed.config_group`.
 """
 
@@ -21,7 +21,7 @@ _ELEMENTS = {("float", 8): "fp8", ("float", 4): "fp4", ("int", 8): "int8", ("int
 
 
 def named(name: str) -> Facts:
-    """Return the operands of a scheme's name, whose sizes may be those of a file."""
+    """Return the operands of a scheme's name, which may hold sizes that a file gives."""
     try:
         scheme = get_scheme(name)
     except (NotImplementedError, ValueError) as error:

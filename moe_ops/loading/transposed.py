@@ -10,7 +10,7 @@ from moe_ops.scheme import Quant
 def may_be_transposed(piece: Piece, quant: Quant | None) -> bool:
     """Whether tools transpose such a tensor: weights of all experts, and scales of blocks.
 
-    Tensors of one expert are never transposed, nor are those of gpt-oss (``blocks``, ``scales``).
+    Tensors of one expert are never transposed, nor are gpt-oss's (``blocks``, ``scales``).
 
     Args:
         piece: what the tensor is.

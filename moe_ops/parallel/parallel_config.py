@@ -241,12 +241,12 @@ class FusedMoEParallelConfig:
 
     @property
     def use_deepep_ht_kernels(self) -> bool:
-        """Whether buffers are those of DeepEP's high-throughput kernels."""
+        """Whether buffers have the form of DeepEP's high-throughput kernels."""
         return self.use_ep and self.all2all_backend == "deepep_high_throughput"
 
     @property
     def use_deepep_ll_kernels(self) -> bool:
-        """Whether buffers are those of DeepEP's low-latency kernels."""
+        """Whether buffers have the form of DeepEP's low-latency kernels."""
         return self.use_ep and self.all2all_backend == "deepep_low_latency"
 
 

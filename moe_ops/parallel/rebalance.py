@@ -170,7 +170,7 @@ def keep_rows(old: Tensor, new: Tensor, num_gpus: int) -> Tensor:
 
 
 def _kept(held: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """Return the experts ``wanted``, those of ``held`` in their places."""
+    """Return the experts ``wanted``; the ones that ``held`` has stay in their places."""
     left = Counter(wanted)
     places: list[int | None] = []
     for expert in held:

@@ -24,7 +24,7 @@ from moe_ops.scheme import FusedMoEQuantConfig
 
 
 class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Run ``inner`` on a side stream; results are bitwise those of ``inner``.
+    """Run ``inner`` on a side stream, with bitwise equal results.
 
     The side stream waits for the work submitted to the current stream so far, and the hook makes
     the current stream (not the host) wait, so this also works in a CUDA graph. On the CPU, and

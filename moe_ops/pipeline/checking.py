@@ -18,7 +18,7 @@ def checking() -> Iterator[None]:
 
     There are two such errors: rows that `BatchedPrepareAndFinalize` or
     `FixedCapacityPrepareAndFinalize` dropped because they did not fit, and ranks of experts that
-    are not those of the ranks' expert maps. Compiled and captured calls must not wait, so they are
+    contradict the ranks' expert maps. Compiled and captured calls must not wait, so they are
     not affected: read ``num_dropped`` instead. Calls of other threads and tasks are not affected
     either. The checks of ranks that exchange tokens are collectives: all ranks must be in checking
     mode.

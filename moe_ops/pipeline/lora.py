@@ -25,7 +25,7 @@ from moe_ops.tensors import Routing
 class ExpertLora(NamedTuple):
     """The adapters of a call of `fused_experts`; L is the number of adapters.
 
-    On several ranks the factors are those of the weights that a rank holds: of its El experts, in
+    On several ranks the factors belong to the weights that a rank holds: to its El experts, in
     the order of its rows. If ranks cut experts along I (``tp_size``), B of ``w1`` has the rank's
     gate rows, then its up rows, and A of ``w2`` has its columns (padding included); A of ``w1`` and
     B of ``w2`` are whole, and the same on all of these ranks.

@@ -28,7 +28,7 @@ def run_micro_batches(
         calls: the arguments of each `apply`.
 
     Returns:
-        The results, in order; equal to those of separate calls.
+        The results, in order; equal to the results of separate calls.
     """
     results: list[Tensor | tuple[Tensor, Tensor]] = []
     waiting = [(call, kernel.start_prepare(call)) for call in calls[:1]]

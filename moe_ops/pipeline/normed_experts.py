@@ -35,7 +35,7 @@ def normed_experts(
 
     ``out[t] = sum_j w[t, j] * norm(act(x[t] @ w1[e].T + b1[e]) @ w2[e].T + b2[e])``. The experts'
     rows are rounded to the dtype of ``hidden_states`` before the norm, which computes in any
-    precision. Gradients are those of `fused_experts`, and the norm's own.
+    precision. Gradients are as in `fused_experts`, with the norm's own.
 
     Args:
         hidden_states: as in `fused_experts`, like every argument not named here.

@@ -29,7 +29,7 @@ def quantize_(
 ) -> ModelT:
     """Quantize the experts of a model in place, layer by layer.
 
-    Experts are those of transformers models that `moe_ops.integrations.transformers` runs, and
+    Experts are the ones of transformers models that `moe_ops.integrations.transformers` runs, and
     `FusedMoE` layers in any module (or the module itself). Everything else stays as it is:
     attention, routers, shared experts, embeddings.
 

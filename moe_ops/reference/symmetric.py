@@ -193,7 +193,7 @@ def completed(windows: Windows, state: Tensor) -> Iterator[None]:
     """Note a failure if an exception such as KeyboardInterrupt leaves this context.
 
     Within it other ranks get flags of a step that this rank has not completed. If it went on as
-    before, it would take their flags of this step for those of its next call.
+    before, it would take their flags of this step for flags of its next call.
     """
     try:
         yield

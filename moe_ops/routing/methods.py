@@ -15,7 +15,7 @@ class RoutingMethodType(IntEnum):
     """How ids and weights are computed from logits.
 
     Source:
-        vLLM ``RoutingMethodType``; values below 100 are those of FlashInfer's TensorRT-LLM kernels.
+        vLLM ``RoutingMethodType``; values below 100 come from FlashInfer's TensorRT-LLM kernels.
     """
 
     Default = 0

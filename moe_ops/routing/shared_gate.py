@@ -46,7 +46,7 @@ def gate_shared_experts(
     Args:
         hidden_states: ``(T, H)``.
         gate: ``(1, H)``.
-        topk_weights: ``(T, k + n)`` float32, with those of the shared experts at the end.
+        topk_weights: ``(T, k + n)`` float32, the shared experts' weights at the end.
         topk_ids: ``(T, k + n)``: the shared experts are ``E .. E + n - 1``.
         num_experts: E.
         num_shared_experts: n.

@@ -5,7 +5,7 @@ groups have scales that span at most `BINADES` binades is a row of e4m3 numbers 
 two: no bit is lost, and kernels that multiply stored fp8 numbers serve it. The weight takes twice
 the memory. Scales of groups of zeros mean nothing, and do not count.
 
-Such scales cannot be told from the fp8 row, nor can those of groups without large numbers. So a
+Such scales cannot be told from the fp8 row, nor can scales of groups without large numbers. So a
 caller that converts a weight back keeps the e8m0 scales too.
 """
 

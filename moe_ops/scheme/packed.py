@@ -100,7 +100,7 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     Returns:
         A `QTensor`: ``data`` int32 ``(E, N, K * bits / 32)`` with 4 or 8 stored bits per number;
         scales ``(E, G, N)``, zero points ``(E, G, N)`` or, for 4-bit elements, ``(E, G, N / 2)``.
-        Scales without an axis for groups and the global scale are those of ``q``.
+        Scales without an axis for groups and the global scale are as in ``q``.
 
     Raises:
         TypeError, ValueError: data or scales of another dtype or shape; N or K that is not a

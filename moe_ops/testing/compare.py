@@ -23,7 +23,7 @@ def assert_matches_reference(actual: Tensor, exact: Tensor | Bounded, reference:
     """Assert that every row of ``actual`` is as close to ``exact`` as the reference's error allows.
 
     The budget of a row is ``2 * (largest error of the reference in it + eps * largest |exact|)``.
-    Shape and dtype must be those of the reference, and ``actual`` contiguous. Neither tensor may be
+    Shape and dtype must be as in the reference, and ``actual`` contiguous. Neither tensor may be
     scaled as a whole: ``|<x - exact, exact>|`` is at most six times the norm of its parts by rows,
     plus a rounding of the dtype or twice the squared error.
 

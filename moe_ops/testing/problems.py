@@ -30,7 +30,7 @@ class Problem:
     scheme: str | Scheme = "unquantized"
 
     def with_(self, **changes: object) -> Problem:
-        """The same problem with some fields changed."""
+        """This problem with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     w2_bias: Tensor | None
 
     def cpu(self) -> Inputs:
-        """The same on the CPU."""
+        """These inputs on the CPU."""
         return Inputs(*(None if t is None else t.detach().cpu() for t in self))  # type: ignore[arg-type]
 
 

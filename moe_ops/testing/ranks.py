@@ -93,7 +93,7 @@ class Meeting:
         self.arrivals, self.ended = 0, False
 
     def collect(self, rank: int, collective: str, value: Any) -> list[Any]:
-        """Bring a rank's value to a collective and return those of all ranks.
+        """Bring a rank's value to a collective and return the values of all ranks.
 
         Raises:
             RuntimeError: ranks that have come to different collectives.

@@ -25,7 +25,7 @@ from moe_ops.testing.problems import Inputs, Problem
 class Roundings(NamedTuple):
     """Where an implementation rounds, and which rows share a dynamic per-tensor scale.
 
-    The defaults are those of `moe_ops.fused_experts`.
+    The defaults are as in `moe_ops.fused_experts`.
     """
 
     before_activation: bool = False

@@ -72,7 +72,7 @@ def read(subject: Subject, folder: Path) -> dict[str, Any]:
     """The entries of a layer by number of tokens: those that its file in a folder has.
 
     The user's file takes the place of the package's, so it continues the package's: entries that
-    only the package has are those of the user's folder, too.
+    only the package has are entries of the user's folder, too.
 
     Raises:
         ValueError: an invalid file, or a file for another ``top_k``.

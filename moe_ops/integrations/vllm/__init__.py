@@ -4,8 +4,8 @@ The distribution registers `register` in vLLM's entry-point group ``vllm.general
 calls it in every process. There is nothing else to do. The environment variable ``MOE_OPS_VLLM=0``
 leaves vLLM as it is; ``VLLM_PLUGINS`` of vLLM, if it is set, must name ``moe_ops``.
 
-Where vLLM would ask its Triton experts, it asks those of this library first. They decline what they
-do not serve; vLLM then runs its own experts, and one line of its log says why.
+Where vLLM would ask its Triton experts, it asks this library's experts first. These decline what
+they do not serve; vLLM then runs its own experts, and one line of its log says why.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def int4_under_fp8(place: Place, arguments: Arguments) -> tuple[Tensor | None, .
 def nvfp4(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """NVFP4 weights; activations stay in 16 bits, so that their scales are dropped.
 
-    vLLM passes the factors of gate; if those of up differ, both are used.
+    vLLM passes the factors of gate; if up has other factors, both are used.
     """
     made: list[Tensor | None] = []
     factors = {"w13": gate_and_up(arguments), "w2": arguments["w2_scale_2"]}

@@ -69,7 +69,7 @@ def call_gemm(
         operands: the operands.
         settings: the arguments in `SETTINGS` (and in `COLUMNS`), and what else decides.
         empty: checks the sizes, and returns the result, not filled yet.
-        config: tiles to use instead of those of the plan.
+        config: tiles to use instead of the plan's.
         out: the tensor to write to; None: a new one.
     """
     facts = device_facts(operands.a.device)

@@ -18,7 +18,7 @@ Why this is safe:
 * Other kernels (PyTorch's), and ours launched without the option, begin after all kernels before
   them are complete, as usual.
 
-Two kernels may read before they wait: those of GEMM 2 for one token read the ids, the expert map,
+Two kernels may read before they wait: both of GEMM 2 for one token read the ids, the expert map,
 and the weight with its scales and zero points, if their caller says so (`GemmOperands.early`). This
 is right if all of that was written before the launch of GEMM 1 on the same stream, or before an
 event that the stream waited for by then. No kernel that follows GEMM 1 on the stream, whoever

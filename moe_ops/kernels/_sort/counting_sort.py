@@ -158,7 +158,7 @@ class Blocks(NamedTuple):
     """Sizes of a counting sort."""
 
     block: int
-    """Slots of one program. 16 bits can count those of ROWS blocks."""
+    """Slots of one program. 16 bits can count the slots of ROWS blocks."""
     buckets: int
     """Rounded up to a power of two."""
     few: int

@@ -43,7 +43,7 @@ def exchange_of(
         max_num_tokens: the largest number of tokens that any rank passes; None: not known.
         expert_ranks: returns int32 ``(E,)``, the rank that holds each expert. It is called only if
             the exchange takes that. None: not known.
-        top_k: slots of a token; None: those of the config. Fused shared experts add slots.
+        top_k: slots of a token; None: as in the config. Fused shared experts add slots.
         **options: the fields of `Needs` that have a default.
 
     Returns:

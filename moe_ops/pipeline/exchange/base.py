@@ -38,7 +38,7 @@ from moe_ops.tensors import Routing
 class TokenExchange(FusedMoEPrepareAndFinalizeModular):
     """Base class of exchanges in the Standard format.
 
-    Every rank passes its own tokens, whose ids are those of global experts, and gets their finished
+    Every rank passes its own tokens, whose ids name global experts, and gets their finished
     results. The ``expert_map`` of a rank says which experts it holds, and each expert is held by
     one rank of the group; or every rank holds a part of each expert, cut along I.
 

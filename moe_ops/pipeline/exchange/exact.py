@@ -26,8 +26,8 @@ class ExactAllToAllPrepareAndFinalize(OneCopyExchange):
     takes. It is the reference for memory, and of use where prompts are long and kernels are not
     replayed.
 
-    All ranks must call this equally often and in the same order, as `AllGatherPrepareAndFinalize`,
-    with whose results those of this class agree as `FixedCapacityPrepareAndFinalize` says. Ranks
+    All ranks must call this equally often and in the same order, as `AllGatherPrepareAndFinalize`.
+    The results agree with its results as `FixedCapacityPrepareAndFinalize` says. Ranks
     compare a static or global scale of the rows in every call.
 
     Args:

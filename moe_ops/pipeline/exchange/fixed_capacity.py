@@ -29,7 +29,7 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
     with R ranks and uniform routing a rank needs ``1 - (1 - 1 / R) ** k`` of a rank's tokens.
     ``python -m moe_ops explain --ranks R`` prints a factor with room to spare.
 
-    **Copies that do not fit** are those of the last tokens of a block. They are not sent, so the
+    **Copies that do not fit** belong to the last tokens of a block. They are not sent, so the
     results of these tokens lack the experts of that rank. `num_dropped` counts them on the device,
     and within `moe_ops.checking` they raise on all ranks.
 

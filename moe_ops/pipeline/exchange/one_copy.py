@@ -122,7 +122,7 @@ class OneCopyExchange(TokenExchange):
         return receive
 
     def send_back(self, sums: Tensor, topk_ids: Tensor) -> Receiver:
-        """Start to send sums back; the receiver adds those of each token in the order of ranks.
+        """Start to send sums back; the receiver adds the sums of each token in the order of ranks.
 
         The sum is accumulated in float32 and rounded once. Ranks that hold none of a token's
         experts add nothing, which is what adding their zeros would give.

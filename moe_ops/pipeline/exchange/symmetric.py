@@ -59,8 +59,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
     **Gradients.** In grad mode prepare copies what has arrived, so that the window is free for
     other calls; inference under `torch.no_grad` does not pay for that. The backward pass sends
-    gradients of the results as prepare sends tokens, and returns those of the rows as finalize
-    returns sums. Those of router weights travel in a collective.
+    gradients of the results as prepare sends tokens, and returns gradients of the rows as finalize
+    returns sums. Gradients of router weights travel in a collective.
 
     **Token counts.** Ranks may have different numbers of tokens, also 0. The experts get P rows of
     each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
@@ -88,7 +88,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             in the same order.
         on_dead_rank: "raise": after a rank has died all calls raise. "mask": they raise until
             `set_live_ranks`, and then leave it out. The same on all ranks. Calls have no gradients
-            with "mask", since those of router weights travel in a collective of all ranks.
+            with "mask", since router weights' gradients travel in a collective of all ranks.
 
     Raises:
         TypeError, ValueError: as `TokenExchange`, sizes below 1, a ``timeout`` that is not
