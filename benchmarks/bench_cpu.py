@@ -28,7 +28,7 @@ from torch import Tensor
 from whole_models import IMPLS, OURS, SDPA, Spec
 
 from moe_ops.bench import command, harness
-from moe_ops.bench.command import count, one_of, one_or_more, readable
+from moe_ops.bench.command import checked, count, named_choice, one_or_more
 
 SIZES = {
     "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
@@ -157,14 +157,14 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add, text = parser.add_argument, "(default: %(default)s)"
     lists = {"steps": STEPS, "dtypes": DTYPES, "modes": MODES}
     for dest, names in lists.items():
-        read = one_or_more(one_of(dest[:-1], {name: name for name in names}))
+        read = one_or_more(named_choice(dest[:-1], {name: name for name in names}))
         default = ",".join(names)
         add(f"--{dest[:-1]}", dest=dest, type=read, default=default, metavar="..,", help=text)
-    add("--layers", type=readable(count), help="build fewer layers; nothing is scaled up")
-    add("--rounds", type=readable(count), default=30, help=f"rounds at least {text}")
+    add("--layers", type=checked(count), help="build fewer layers; nothing is scaled up")
+    add("--rounds", type=checked(count), default=30, help=f"rounds at least {text}")
     add(
         "--seconds",
-        type=readable(lambda value: command.number(value, zero=True)),
+        type=checked(lambda value: command.positive_number(value, zero=True)),
         default=8.0,
         help=f"time of the rounds of a case {text}",
     )

@@ -29,7 +29,7 @@ from whole_models import MXFP4, OURS, SPECS
 
 import moe_ops
 from moe_ops.bench import command, harness
-from moe_ops.bench.command import count, one_of, one_or_more, readable
+from moe_ops.bench.command import checked, count, named_choice, one_or_more
 
 KEY = ("model", "layers", "scheme", "share", "routing", "M", "impl")
 ALL = "all-resident"
@@ -273,17 +273,25 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for dest, (what, names, default) in lists.items():
         option = "--impls" if dest == "impls" else f"--{dest[:-1]}"
         shown = text if default else "(default: as in the guide's table)"
-        read = one_or_more(one_of(what, names))
+        read = one_or_more(named_choice(what, names))
         add(option, dest=dest, type=read, default=default, metavar="..,", help=shown)
     share = "experts on the GPU, such as 0.25 (default: as in the guide's table)"
-    add("--resident", type=readable(command.amount), metavar="SHARE", help=share)
+    add("--resident", type=checked(command.amount), metavar="SHARE", help=share)
     batches = "1,8" if cuda else "1"
     add("--batches", type=one_or_more(count), default=batches, metavar="M,..", help=text)
-    add("--layers", type=readable(count), help="build fewer layers; nothing is scaled up")
+    add("--layers", type=checked(count), help="build fewer layers; nothing is scaled up")
     add(
-        "--context", type=readable(count), default=512 if cuda else 20, help=f"cached tokens {text}"
+        "--context",
+        type=checked(count),
+        default=512 if cuda else 20,
+        help=f"cached tokens {text}",
     )
-    add("--steps", type=readable(count), default=128 if cuda else 6, help=f"timed steps {text}")
+    add(
+        "--steps",
+        type=checked(count),
+        default=128 if cuda else 6,
+        help=f"timed steps {text}",
+    )
     add("--output", type=Path, default=harness.default_output(), help="folder of the records")
     command.add_time_budget(parser, "start no model after this long")
     return parser.parse_args(arguments)

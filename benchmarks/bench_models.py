@@ -28,13 +28,13 @@ import moe_ops
 from moe_ops.bench.command import (
     Parser,
     add_time_budget,
+    checked,
     conclude,
     count,
-    one_of,
+    named_choice,
     one_or_more,
     print_row,
     progress,
-    readable,
 )
 from moe_ops.bench.harness import (
     FLUSH_BYTES,
@@ -270,11 +270,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     real = ("qwen3-30b-a3b", "gpt-oss-120b")
     schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
     lists = {
-        "--model": ("models", one_of("model", {n: n for n in SPECS}),
+        "--model": ("models", named_choice("model", {n: n for n in SPECS}),
                     ",".join(real if cuda else [n for n in SPECS if n not in real])),
-        "--scheme": ("schemes", one_of("scheme", schemes), ",".join(SCHEMES)),
-        "--impls": ("impls", one_of("implementation", IMPLS), ",".join(IMPLS)),
-        "--modes": ("modes", one_of("mode", {n: n for n in MODES}), ",".join(MODES)),
+        "--scheme": ("schemes", named_choice("scheme", schemes), ",".join(SCHEMES)),
+        "--impls": ("impls", named_choice("implementation", IMPLS), ",".join(IMPLS)),
+        "--modes": ("modes", named_choice("mode", {n: n for n in MODES}), ",".join(MODES)),
         "--batches": ("batches", count, "1,8,64" if cuda else "1,3"),
         "--prefill": ("prefill", count, "4096" if cuda else "40"),
     }  # fmt: skip
@@ -282,10 +282,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         text = "(default: %(default)s)"
         add(option, dest=dest, type=one_or_more(read), default=default, metavar="..,", help=text)
     add("--no-prefill", dest="prefill", action="store_const", const=[], help="decode only")
-    add("--layers", type=readable(count), help="build fewer layers; nothing is scaled up")
+    add("--layers", type=checked(count), help="build fewer layers; nothing is scaled up")
     add(
         "--context",
-        type=readable(count),
+        type=checked(count),
         default=512 if cuda else 20,
         help="tokens in the cache before",
     )

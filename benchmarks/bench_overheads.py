@@ -22,7 +22,7 @@ from cold_start import MODULES
 from peers import PEERS
 
 import moe_ops
-from moe_ops.bench.command import conclude, one_of, one_or_more, parser, print_row
+from moe_ops.bench.command import conclude, named_choice, one_or_more, parser, print_row
 from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path, write_rows
 from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
 from moe_ops.bench.peers import available
@@ -175,14 +175,14 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument(
         *("--scheme", "--schemes"),
         dest="schemes",
-        type=one_or_more(one_of("scheme", schemes)),
+        type=one_or_more(named_choice("scheme", schemes)),
         default="bf16",
         metavar="NAME,..",
         help="bf16 or names in moe_ops.SCHEMES, which are measured warm (default: %(default)s)",
     )
     command.add_argument(
         "--impls",
-        type=one_or_more(one_of("implementation", {name: name for name in usable})),
+        type=one_or_more(named_choice("implementation", {name: name for name in usable})),
         default=",".join(("moe_ops", "moe_ops-compiled", *available())),
         metavar="NAME,..",
         help=f"among {', '.join(usable)} (of {', '.join(PEERS)} those that can run here; "
@@ -190,7 +190,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     command.add_argument(
         "--measures",
-        type=one_or_more(one_of("measure", {name: name for name in ("warm", "cold")})),
+        type=one_or_more(named_choice("measure", {name: name for name in ("warm", "cold")})),
         default="warm,cold",
         metavar="NAME,..",
         help="warm: host time and peak memory; cold: import, first call and torch.compile in "

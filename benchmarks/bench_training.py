@@ -42,7 +42,7 @@ from torch import Tensor
 import moe_ops
 from moe_ops.bench.command import (
     conclude,
-    one_of,
+    named_choice,
     one_or_more,
     parser,
     print_row,
@@ -389,12 +389,13 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     frozen = [name for name, s in moe_ops.SCHEMES.items() if s.weight and s.activation is None]
     schemes = {name: name for name in ("bf16", *frozen)}
     lists = {
-        "--trained": ("trained", one_of("choice", {n: n for n in TRAINED}), ",".join(TRAINED), ""),
-        "--scheme": ("schemes", one_of("scheme", schemes), "bf16,mxfp4_w4a16",
+        "--trained": ("trained", named_choice("choice", {n: n for n in TRAINED}),
+                      ",".join(TRAINED), ""),
+        "--scheme": ("schemes", named_choice("scheme", schemes), "bf16,mxfp4_w4a16",
                      "of frozen weights under adapters; bf16 is also that of `all` "),
-        "--impls": ("impls", one_of("implementation", {n: n for n in usable}), ",".join(usable),
-                    ""),
-        "--modes": ("modes", one_of("mode", {n: n for n in MODES}), ",".join(MODES), ""),
+        "--impls": ("impls", named_choice("implementation", {n: n for n in usable}),
+                    ",".join(usable), ""),
+        "--modes": ("modes", named_choice("mode", {n: n for n in MODES}), ",".join(MODES), ""),
     }  # fmt: skip
     for option, (dest, read, default, text) in lists.items():
         command.add_argument(

@@ -27,12 +27,12 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.bench.command import (
+    checked,
     count,
-    one_of,
+    named_choice,
     one_or_more,
     parser,
     print_row,
-    readable,
 )
 from moe_ops.bench.harness import record_path, relative_error, write_rows
 from moe_ops.bench.problems import SEED, Experts, Problem, make_experts, make_inputs
@@ -205,11 +205,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = parser(__doc__ or "", tokens="8192", models="qwen3-30b")
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument(
-        "--ranks", type=readable(count), default="2", metavar="R", help="GPUs (default: 2)"
+        "--ranks", type=checked(count), default="2", metavar="R", help="GPUs (default: 2)"
     )
     command.add_argument(
         "--backend",
-        type=one_or_more(one_of("backend", BACKENDS)),
+        type=one_or_more(named_choice("backend", BACKENDS)),
         default=",".join(BACKENDS),
         metavar="NAME,..",
         help=f"among {', '.join(BACKENDS)} (default: all)",

@@ -275,13 +275,13 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; without a GPU the default is the tiny model."""
     cuda = torch.cuda.is_available()
-    parser, number = command.Parser(None, __doc__ or ""), command.readable(command.count)
+    parser, number = command.Parser(None, __doc__ or ""), command.checked(command.count)
     add = parser.add_argument
     named = {f"{case.model}:{case.scheme}": case for case in (*CASES, TINY)}
     usual = [*named][:-1] if cuda else [*named][-1:]
-    impl = command.one_of("implementation", {name: name for name in SWITCH})
+    impl = command.named_choice("implementation", {name: name for name in SWITCH})
     lists = {
-        "cases": (command.one_of("case", named), ",".join(usual)),
+        "cases": (command.named_choice("case", named), ",".join(usual)),
         "impls": (impl, ",".join(SWITCH)),
         "batches": (command.count, "1,8,64" if cuda else "1,4"),
         "prefill": (command.count, "8192" if cuda else "1024"),

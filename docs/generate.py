@@ -23,7 +23,7 @@ import moe_ops
 from moe_ops import FusedMoEConfig, RoutingMethodType, Scheme, explain, support
 from moe_ops.activation import Activation, MoEActivation, settings_of
 from moe_ops.bench.problems import load_problems
-from moe_ops.inspect.devices import MEASURED, TARGETS, Target
+from moe_ops.inspect.devices import MEASURED, TARGETS, TargetDevice
 from moe_ops.loading import LAYOUTS
 from moe_ops.scheme import SCHEMES, min_capability
 from moe_ops.scheme.capability import schemes_instead, what_lacks
@@ -166,7 +166,7 @@ def gpus() -> str:
     )  # fmt: skip
     targets = [target for target in TARGETS.values() if target.facts is not None]
 
-    def kernels(scheme: Scheme, target: Target) -> str:
+    def kernels(scheme: Scheme, target: TargetDevice) -> str:
         if what_lacks(scheme, target.facts.arch):
             return "**no**"
         costs = explain(config, scheme, num_tokens=TOKENS, device=target.name).costs
@@ -227,7 +227,7 @@ def architectures() -> str:
     return report.markdown(head, lines, labels=5)
 
 
-def _ran_on(target: Target) -> str:
+def _ran_on(target: TargetDevice) -> str:
     """The GPUs of an architecture on which the tests have run."""
     return ", ".join(gpu for gpu, arch in support.MEASURED.items() if arch == target.facts.arch)
 

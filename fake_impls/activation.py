@@ -12,7 +12,7 @@ def activation(x: Tensor, activation: str) -> Tensor:
     """``(R, d)`` for ``(R, 2d)`` with a gate, ``(R, d)`` for ``(R, d)`` without."""
     sizes.axes("x", x, 2)
     rows, width = x.shape
-    return x.new_empty((rows, sizes.activated("x", width, activation)))
+    return x.new_empty((rows, sizes.activated_width("x", width, activation)))
 
 
 def moe_activation_backward(
@@ -28,7 +28,7 @@ def moe_activation_backward(
     """``x``'s shape, ``(T * k, d)`` (no row unless ``activated``) and float32 ``(T, k)``."""
     sizes.axes("x", x, 2)
     rows, columns = x.shape
-    width = sizes.activated("x", columns, activation)
+    width = sizes.activated_width("x", columns, activation)
     tokens, k = sizes.slots(topk_ids, expert_map)
     sizes.num_experts("num_local_experts", num_local_experts)
     sizes.equal("x.shape[0]", rows, tokens * k)

@@ -44,7 +44,7 @@ def plan_slots(
     """A plan for the slots of a routing."""
     tokens, k = sizes.slots(topk_ids, expert_map)
     rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant=batch_invariant)
-    return _plan(topk_ids, tokens * k, num_experts, rule)
+    return _empty_plan(topk_ids, tokens * k, num_experts, rule)
 
 
 def count_expert_num_tokens(
@@ -66,7 +66,7 @@ def adapter_ids(
     """Two times ``(T, k)`` and ``(T, 1)``, int32."""
     tokens, k = sizes.slots(topk_ids, expert_map)
     sizes.num_experts("num_experts", num_experts)
-    sizes.between("num_adapters", num_adapters, 0, MAX_EXPERTS)
+    sizes.in_range("num_adapters", num_adapters, 0, MAX_EXPERTS)
     if lora_ids is not None:
         sizes.shaped("lora_ids", lora_ids, tokens)
     pairs = topk_ids.new_empty(tokens, k, dtype=torch.int32)
@@ -78,10 +78,10 @@ def plan_batched(
 ) -> Tensor:
     """A plan for ``El * max_num_tokens`` rows."""
     sizes.axes("expert_num_tokens", expert_num_tokens, 1)
-    sizes.between("max_num_tokens", max_num_tokens, 0, MOST_ROWS)
+    sizes.in_range("max_num_tokens", max_num_tokens, 0, MOST_ROWS)
     num_experts = expert_num_tokens.shape[0]
     rule = expert_rule(scheme, expert_num_tokens.device, batch_invariant)
-    return _plan(expert_num_tokens, num_experts * max_num_tokens, num_experts, rule)
+    return _empty_plan(expert_num_tokens, num_experts * max_num_tokens, num_experts, rule)
 
 
 def plan_permuted(
@@ -90,12 +90,12 @@ def plan_permuted(
     """A plan for ``num_rows`` rows."""
     sizes.axes("expert_first_token_offset", expert_first_token_offset, 1)
     num_experts = expert_first_token_offset.shape[0] - 1
-    sizes.between("num_rows", num_rows, 0, MOST_ROWS)
+    sizes.in_range("num_rows", num_rows, 0, MOST_ROWS)
     rule = expert_rule(scheme, expert_first_token_offset.device, batch_invariant)
-    return _plan(expert_first_token_offset, num_rows, num_experts, rule)
+    return _empty_plan(expert_first_token_offset, num_rows, num_experts, rule)
 
 
-def _plan(like: Tensor, num_slots: int, num_experts: int, rule: TileRule) -> Tensor:
+def _empty_plan(like: Tensor, num_slots: int, num_experts: int, rule: TileRule) -> Tensor:
     sizes.num_experts("the number of experts", num_experts)
     entries = symbolic_plan_sizes(num_slots, num_experts, rule).entries
     return like.new_empty(entries, dtype=torch.int32)

@@ -45,7 +45,7 @@ def batched_dispatch(
     shape = (num_local_experts, max_num_tokens, x.shape[1])
     if quant:
         sizes.row_scale(scale, parse_quant(quant), max_num_tokens, num_local_experts)
-    rows, row_scale = _rows(x, shape, quant)
+    rows, row_scale = _batched_rows(x, shape, quant)
     counts = x.new_empty(num_local_experts, dtype=torch.int32)
     return rows, row_scale, counts, x.new_empty(1, dtype=torch.int32)
 
@@ -69,7 +69,7 @@ def batched_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantized rows with the columns of ``x``, and their scales."""
     _check_rows(x, expert_num_tokens, scale, quant)
-    return _rows(x, (x.shape[0], x.shape[1], x.shape[2]), quant)
+    return _batched_rows(x, (x.shape[0], x.shape[1], x.shape[2]), quant)
 
 
 def batched_activation_quantize(
@@ -77,7 +77,7 @@ def batched_activation_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantized rows of the activation's width, and their scales."""
     _check_rows(x, expert_num_tokens, scale, quant)
-    return _rows(x, _activated(x, activation), quant)
+    return _batched_rows(x, _activated(x, activation), quant)
 
 
 def _check_places(
@@ -85,8 +85,8 @@ def _check_places(
 ) -> None:
     sizes.slots(topk_ids)
     sizes.num_experts("num_local_experts", num_local_experts)
-    sizes.between("first_expert", first_expert, 0, MAX_FIRST_EXPERT)
-    sizes.between("max_num_tokens", max_num_tokens, 0, MAX_PLAN_ENTRIES // num_local_experts)
+    sizes.in_range("first_expert", first_expert, 0, MAX_FIRST_EXPERT)
+    sizes.in_range("max_num_tokens", max_num_tokens, 0, MAX_PLAN_ENTRIES // num_local_experts)
 
 
 def _check_rows(
@@ -101,10 +101,10 @@ def _check_rows(
 
 def _activated(x: Tensor, activation: str) -> tuple[int, int, int]:
     experts, rows, width = x.shape
-    return experts, rows, sizes.activated("x", width, activation)
+    return experts, rows, sizes.activated_width("x", width, activation)
 
 
-def _rows(x: Tensor, shape: tuple[int, int, int], quant: str) -> tuple[Tensor, Tensor]:
+def _batched_rows(x: Tensor, shape: tuple[int, int, int], quant: str) -> tuple[Tensor, Tensor]:
     if not quant:
         return x.new_empty(shape), x.new_empty(0, dtype=torch.float32)
     rule = parse_quant(quant)

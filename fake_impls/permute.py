@@ -28,7 +28,7 @@ def gather_rows(
     sizes.axes("x", x, 2)
     sizes.axes("permuted_idx", permuted_idx, 1)
     _check_offset(expert_first_token_offset)
-    sizes.between("top_k", top_k, 1, sizes.MAX_EXPERTS)
+    sizes.in_range("top_k", top_k, 1, sizes.MAX_EXPERTS)
     return x.new_empty((permuted_idx.shape[0], x.shape[1]))
 
 
@@ -61,4 +61,4 @@ def _check_offset(offset: Tensor) -> None:
     """Check offsets ``(El + 1,)``, of which only the last entry is read."""
     sizes.axes("expert_first_token_offset", offset, 1)
     entries = offset.shape[0] - 1
-    sizes.between("expert_first_token_offset.shape[0] - 1", entries, 1, sizes.MAX_EXPERTS)
+    sizes.in_range("expert_first_token_offset.shape[0] - 1", entries, 1, sizes.MAX_EXPERTS)

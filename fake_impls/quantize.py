@@ -25,7 +25,7 @@ def moe_quantize(
         sizes.shaped("topk_weights", topk_weights, rows, None)
         rows *= topk_weights.shape[1]
     _check_slots(topk_ids, expert_map, rows)
-    return _rows(x, rows, width, quant)
+    return _rows_and_scales(x, rows, width, quant)
 
 
 def activation_quantize(
@@ -42,7 +42,7 @@ def activation_quantize(
     rows, width = x.shape
     sizes.row_scale(scale, parse_quant(quant), rows)
     _check_slots(topk_ids, expert_map, rows)
-    return _rows(x, rows, sizes.activated("x", width, activation), quant)
+    return _rows_and_scales(x, rows, sizes.activated_width("x", width, activation), quant)
 
 
 def _check_slots(topk_ids: Tensor | None, expert_map: Tensor | None, rows: int) -> None:
@@ -58,7 +58,7 @@ def _check_slots(topk_ids: Tensor | None, expert_map: Tensor | None, rows: int) 
         )
 
 
-def _rows(x: Tensor, rows: int, width: int, quant: str) -> tuple[Tensor, Tensor]:
+def _rows_and_scales(x: Tensor, rows: int, width: int, quant: str) -> tuple[Tensor, Tensor]:
     rule = parse_quant(quant)
     check_width(width, rule)
     scale = x.new_empty(rule.row_scale_shape(rows, width), dtype=rule.scale_dtype)

@@ -13,7 +13,7 @@ def _routing(gating_output: Tensor, topk: int, bias: Tensor | None = None) -> tu
     sizes.axes("gating_output", gating_output, 2)
     tokens, num_experts = gating_output.shape
     sizes.num_experts("gating_output.shape[1]", num_experts)
-    sizes.between("topk", topk, 1, num_experts)
+    sizes.in_range("topk", topk, 1, num_experts)
     if bias is not None:
         sizes.shaped("e_score_correction_bias", bias, num_experts)
     shape = (tokens, topk)
@@ -53,11 +53,11 @@ def grouped_topk(
 
 def check_groups(num_experts: int, topk: int, num_expert_group: int, topk_group: int) -> None:
     """Check that groups have equal sizes and that ``topk_group`` of them hold ``topk`` experts."""
-    sizes.between("num_expert_group", num_expert_group, 1, num_experts)
-    sizes.between("topk_group", topk_group, 1, num_expert_group)
+    sizes.in_range("num_expert_group", num_expert_group, 1, num_experts)
+    sizes.in_range("topk_group", topk_group, 1, num_expert_group)
     size = num_experts // num_expert_group
     sizes.equal("num_expert_group * (the experts of a group)", num_expert_group * size, num_experts)
-    sizes.between("topk", topk, 1, topk_group * size)
+    sizes.in_range("topk", topk, 1, topk_group * size)
 
 
 def hash_topk(
@@ -71,7 +71,7 @@ def hash_topk(
     """``table.shape[1]`` slots per token."""
     sizes.axes("table", table, 2)
     words, topk = table.shape
-    sizes.between("table.shape[0]", words, 1, 2**31 - 1)
+    sizes.in_range("table.shape[0]", words, 1, 2**31 - 1)
     result = _routing(gating_output, topk)
     sizes.shaped("input_ids", input_ids, gating_output.shape[0])
     return result

@@ -20,8 +20,8 @@ def adjust_routing(
     """``(T, k + n)`` float32 weights, and ids in their dtype."""
     tokens, k = sizes.slots(topk_ids)
     sizes.shaped("topk_weights", topk_weights, tokens, k)
-    sizes.between("num_experts", num_experts, 0, 2**31 - 1)
-    sizes.between("num_shared_experts", num_shared_experts, 0, sizes.MAX_EXPERTS)
+    sizes.in_range("num_experts", num_experts, 0, 2**31 - 1)
+    sizes.in_range("num_shared_experts", num_shared_experts, 0, sizes.MAX_EXPERTS)
     if per_expert_scale is not None:
         sizes.shaped("per_expert_scale", per_expert_scale, num_experts)
     if is_padding is not None:
@@ -37,8 +37,8 @@ def zero_experts(
     tokens, k = sizes.slots(topk_ids)
     sizes.shaped("topk_weights", topk_weights, tokens, k)
     sizes.shaped("hidden_states", hidden_states, tokens, None)
-    sizes.between("num_experts", num_experts, 0, 2**31 - 1)
-    sizes.between("skipped_id", skipped_id, -1, 2**31 - 1)
+    sizes.in_range("num_experts", num_experts, 0, 2**31 - 1)
+    sizes.in_range("skipped_id", skipped_id, -1, 2**31 - 1)
     return (
         topk_weights.new_empty(topk_weights.shape, dtype=torch.float32),
         topk_ids.new_empty(topk_ids.shape),

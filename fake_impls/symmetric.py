@@ -59,8 +59,8 @@ def symmetric_return(
     """``(P, H)``."""
     ranks = ranks_of(peers, state)
     sizes.axes("sums", sums, 2)
-    sizes.between("sums.shape[1]", sums.shape[1], 1, MOST)
-    sizes.between("top_k", top_k, 1, MAX_EXPERTS)
+    sizes.in_range("sums.shape[1]", sums.shape[1], 1, MOST)
+    sizes.in_range("top_k", top_k, 1, MAX_EXPERTS)
     if expert_ranks is not None:
         sizes.axes("expert_ranks", expert_ranks, 1)
     if type(sums.shape[0]) is int and type(ranks) is int and sums.shape[0] % ranks:
@@ -75,7 +75,7 @@ def ranks_of(peers: Tensor, state: Tensor) -> int:
     """R, of the addresses of R windows and of the host's word."""
     sizes.axes("peers", peers, 1)
     ranks = peers.shape[0] - 1
-    sizes.between("peers.shape[0]", ranks + 1, 2, MOST)
+    sizes.in_range("peers.shape[0]", ranks + 1, 2, MOST)
     sizes.shaped("state", state, FAILED + 1)
     return ranks
 
@@ -83,12 +83,12 @@ def ranks_of(peers: Tensor, state: Tensor) -> int:
 def check_rows_sent(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, rows_per_rank: int) -> None:
     """Check the rows that this rank sends, of P at most, and their slots."""
     sizes.axes("x", x, 2)
-    sizes.between("x.shape[1]", x.shape[1], 1, MOST)
+    sizes.in_range("x.shape[1]", x.shape[1], 1, MOST)
     sizes.shaped("topk_ids", topk_ids, x.shape[0], None)
-    sizes.between("topk_ids.shape[1]", topk_ids.shape[1], 1, MAX_EXPERTS)
+    sizes.in_range("topk_ids.shape[1]", topk_ids.shape[1], 1, MAX_EXPERTS)
     sizes.shaped("topk_weights", topk_weights, *topk_ids.shape)
-    sizes.between("rows_per_rank", rows_per_rank, 0, MOST)
-    sizes.between("x.shape[0]", x.shape[0], 0, rows_per_rank)
+    sizes.in_range("rows_per_rank", rows_per_rank, 0, MOST)
+    sizes.in_range("x.shape[0]", x.shape[0], 0, rows_per_rank)
 
 
 def check_scale(x: Tensor, scale: Tensor | None, on_input: bool, quant: str) -> None:

@@ -24,13 +24,13 @@ from moe_ops.bench.command import (
     add_layer_options,
     add_time_budget,
     amount,
+    checked,
     count,
     device_help,
     gpu_named,
-    number,
+    positive_number,
     progress,
     read_scheme,
-    readable,
 )
 from moe_ops.bench.compile_ahead import CompileAhead, usable_cores
 from moe_ops.bench.gemm_clock import GemmClock
@@ -128,35 +128,41 @@ def _explain_parser() -> argparse.ArgumentParser:
     parser = Parser(f"{PROGRAM} explain", about, examples)
     add_layer_options(parser, None, "1,64")
     add = parser.add_argument
-    add("--scheme", type=readable(read_scheme), metavar="NAME", help=SCHEME_HELP)
+    add("--scheme", type=checked(read_scheme), metavar="NAME", help=SCHEME_HELP)
     device_text = f"cpu, {device_help()}; need not be in this machine (default: this machine's)"
-    add("--device", type=readable(_known), metavar="NAME", help=device_text)
+    add("--device", type=checked(_existing_device), metavar="NAME", help=device_text)
     add("--format", choices=("standard", "batched"), default="standard", help="(default: standard)")
     rows_help = "rows of each expert in the batched format"
-    add("--max-num-tokens", type=readable(count), metavar="N", help=rows_help)
+    add("--max-num-tokens", type=checked(count), metavar="N", help=rows_help)
     activation_help = "such as gelu_tanh (default: what --config says, or silu)"
-    add("--activation", type=readable(_activation), metavar="NAME", help=activation_help)
+    add("--activation", type=checked(_activation), metavar="NAME", help=activation_help)
     invariant_help = "results of a token do not depend on the rest of the batch"
     add("--batch-invariant", action="store_true", help=invariant_help)
     ranks_help = "ranks that hold the experts together and exchange tokens (default: %(default)s)"
-    add("--ranks", type=readable(count), default="1", metavar="R", help=ranks_help)
+    add("--ranks", type=checked(count), default="1", metavar="R", help=ranks_help)
     backend_help = "how they exchange tokens (default: %(default)s)"
     backends = IMPLEMENTED_BACKENDS
     add("--backend", choices=backends, default=backends[0], help=backend_help)
     add("--link", choices=LINKS, default="nvlink4", help="what joins them (default: %(default)s)")
     rate_help = "gigabytes per second that leave a rank, in place of the link's"
-    add("--link-gbps", type=readable(number), metavar="GB/S", help=rate_help)
+    add("--link-gbps", type=checked(positive_number), metavar="GB/S", help=rate_help)
     resident_help = (
         "experts on the GPU if all are in host memory: a number, a share, or 2.5GB for one layer"
     )
-    add("--resident", type=readable(amount), metavar="N", help=resident_help)
+    add("--resident", type=checked(amount), metavar="N", help=resident_help)
     host_help = "gigabytes per second from host memory (default: %(default)s)"
-    add("--host-gbps", type=readable(number), default=HOST_GBPS, metavar="GB/S", help=host_help)
+    add(
+        "--host-gbps",
+        type=checked(positive_number),
+        default=HOST_GBPS,
+        metavar="GB/S",
+        help=host_help,
+    )
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 
-def _known(device: str) -> str:
+def _existing_device(device: str) -> str:
     """A device's name, after a look whether there is such a device."""
     target_named(device)
     return device
@@ -236,9 +242,9 @@ def _tune_parser() -> argparse.ArgumentParser:
     parser = Parser(f"{PROGRAM} tune", about, examples)
     add_layer_options(parser, None, "1,8,64,512,4096")
     add = parser.add_argument
-    add("--scheme", type=readable(read_scheme), metavar="NAME", help=SCHEME_HELP)
+    add("--scheme", type=checked(read_scheme), metavar="NAME", help=SCHEME_HELP)
     device_text = f"{device_help()}; of another than this machine's, shows the file (default: its)"
-    add("--device", type=readable(gpu_named), metavar="NAME", help=device_text)
+    add("--device", type=checked(gpu_named), metavar="NAME", help=device_text)
     output_help = f"folder of the files (default: {tuned.FOLDER}, where layers look them up)"
     add("--output", type=Path, metavar="FOLDER", help=output_help)
     record_help = "folder of records, such as benchmarks/results: adds to <GPU>/tuning.json there"
@@ -246,7 +252,7 @@ def _tune_parser() -> argparse.ArgumentParser:
     add("--again", action="store_true", help="also time token counts that the file already has")
     add_time_budget(parser, "start no token count after this long; the next run continues")
     jobs_help = "processes that compile kernels before they are timed (default: %(default)s)"
-    add("--jobs", type=readable(count), default=usable_cores(), metavar="N", help=jobs_help)
+    add("--jobs", type=checked(count), default=usable_cores(), metavar="N", help=jobs_help)
     add("--dry-run", action="store_true", help="print the tiles that would be tried first")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser

@@ -379,5 +379,5 @@ for version, schemas in retired.SCHEMAS.items():
     for schema in schemas:
         name = schema.split("(")[0]
         _library.define(schema)
-        _library.impl(name, retired.refusal(name, version), "CompositeExplicitAutograd")
+        _library.impl(name, retired.retired_operator(name, version), "CompositeExplicitAutograd")
 flops.register()

@@ -39,7 +39,7 @@ SCHEMAS = {
 """Schemas by the last version that had the operators."""
 
 
-def refusal(name: str, version: str) -> Callable[..., NoReturn]:
+def retired_operator(name: str, version: str) -> Callable[..., NoReturn]:
     """The implementation of a retired operator: it raises NotImplementedError."""
 
     def call(*args: Any, **kwargs: Any) -> NoReturn:

@@ -51,7 +51,7 @@ def equal(name: str, actual: int, expected: int) -> None:
         raise ValueError(f"{name} must be {expected}, got {actual}")
 
 
-def between(name: str, value: int, least: int, most: int) -> None:
+def in_range(name: str, value: int, least: int, most: int) -> None:
     """Check that a number is in ``least .. most``."""
     if type(value) is int and type(most) is int and not least <= value <= most:
         raise ValueError(f"{name} must be in {least}..{most}, got {value}")
@@ -88,7 +88,7 @@ def rows_apart(name: str, x: Tensor) -> None:
 
 def num_experts(name: str, count: int) -> None:
     """Check a number of experts."""
-    between(name, count, 1, MAX_EXPERTS)
+    in_range(name, count, 1, MAX_EXPERTS)
 
 
 def slots(topk_ids: Tensor, expert_map: Tensor | None = None) -> tuple[int, int]:
@@ -102,12 +102,12 @@ def slots(topk_ids: Tensor, expert_map: Tensor | None = None) -> tuple[int, int]
 
 def block_size(rows: int) -> None:
     """Check the rows of a tile of alignment."""
-    between("block_size", rows, 1, MAX_ROW_TILE)
+    in_range("block_size", rows, 1, MAX_ROW_TILE)
     if rows & (rows - 1):
         raise ValueError(f"block_size must be a power of two, got {rows}")
 
 
-def gemm(
+def expert_gemm(
     a: Tensor,
     w: Tensor,
     numbers: tuple[int, int],
@@ -132,15 +132,15 @@ def gemm(
         shaped("bias", bias, experts, n)
     if expert_map is not None:
         axes("expert_map", expert_map, 1)
-    between("top_k", top_k, 1, MAX_EXPERTS)
+    in_range("top_k", top_k, 1, MAX_EXPERTS)
     num_slots = rows * top_k
     if topk_ids is not None and type(num_slots) is int:
         equal("topk_ids.numel()", topk_ids.numel(), num_slots)
-    _plan(plan, topk_ids, num_slots, experts, rule)
+    _plan_size(plan, topk_ids, num_slots, experts, rule)
     return num_slots
 
 
-def _plan(
+def _plan_size(
     plan: Tensor | None, topk_ids: Tensor | None, num_slots: int, num_experts: int, rule: TileRule
 ) -> None:
     """Check the size of a plan, unless slots are so few that nothing reads it."""
@@ -154,7 +154,7 @@ def _plan(
 def planned(rows: Sequence[Tensor], tiles: AnyTiles, num_experts: int, rule: TileRule) -> int:
     """Check rows that a plan groups by expert, one per slot or one per token; returns the slots."""
     plan, topk_ids, expert_map = tiles
-    between("num_experts", num_experts, 1, MAX_EXPERTS)
+    in_range("num_experts", num_experts, 1, MAX_EXPERTS)
     num_tokens = num_slots = rows[0].shape[0]
     if topk_ids is not None:
         num_tokens, top_k = slots(topk_ids, expert_map)
@@ -162,13 +162,13 @@ def planned(rows: Sequence[Tensor], tiles: AnyTiles, num_experts: int, rule: Til
     for x in rows:
         axes("rows", x, 2)
         count, width = x.shape
-        between("rows.shape[1]", width, 1, 2**31 - 1)
+        in_range("rows.shape[1]", width, 1, 2**31 - 1)
         if type(count) is type(num_slots) is int and count not in (num_tokens, num_slots):
             raise ValueError(
                 f"rows must be one per token = {num_tokens} or one per slot = {num_slots}, got "
                 f"{count}"
             )
-    _plan(plan, topk_ids, num_slots, num_experts, rule)
+    _plan_size(plan, topk_ids, num_slots, num_experts, rule)
     return num_slots
 
 
@@ -277,7 +277,7 @@ def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[in
     return (experts * rows * groups,), experts * zero_rows * groups
 
 
-def activated(name: str, width: int, activation: str) -> int:
+def activated_width(name: str, width: int, activation: str) -> int:
     """Output columns of an activation of ``width`` columns: half of them if it is gated."""
     if not activation or not formula(activation).gated:
         return width

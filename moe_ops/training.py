@@ -55,11 +55,11 @@ def load_balance_loss(
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     checks.same_tokens("topk_ids", topk_ids, "router_logits", router_logits)
     experts = router_logits.shape[1]
-    scores = _no_padding(router_logits, is_padding).softmax(-1)
+    scores = _logits_without_padding(router_logits, is_padding).softmax(-1)
     if is_padding is not None:
         topk_ids = topk_ids.masked_fill(is_padding[:, None], -1)
         scores = scores.masked_fill(is_padding[:, None], 0.0)
-    tokens = _count(router_logits, is_padding)
+    tokens = _num_tokens(router_logits, is_padding)
     counts = count_expert_num_tokens(topk_ids, experts)
     return experts * ((counts / tokens) * (scores.sum(0) / tokens)).sum()
 
@@ -81,10 +81,10 @@ def router_z_loss(router_logits: Tensor, *, is_padding: Tensor | None = None) ->
         ST-MoE (arXiv 2202.08906), equation 5.
     """
     _check_logits(router_logits, is_padding)
-    squares = _no_padding(router_logits, is_padding).logsumexp(-1).square()
+    squares = _logits_without_padding(router_logits, is_padding).logsumexp(-1).square()
     if is_padding is not None:
         squares = squares.masked_fill(is_padding, 0.0)
-    return squares.sum() / _count(router_logits, is_padding)
+    return squares.sum() / _num_tokens(router_logits, is_padding)
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def _check_logits(router_logits: Tensor, is_padding: Tensor | None) -> None:
         checks.same_tokens("is_padding", is_padding, "router_logits", router_logits)
 
 
-def _no_padding(router_logits: Tensor, is_padding: Tensor | None) -> Tensor:
+def _logits_without_padding(router_logits: Tensor, is_padding: Tensor | None) -> Tensor:
     """The logits in float32, zeros in rows of padding, which may hold NaN.
 
     The gradient of a row that a result leaves out is ``0 * NaN`` if the row itself holds NaN.
@@ -139,7 +139,7 @@ def _no_padding(router_logits: Tensor, is_padding: Tensor | None) -> Tensor:
     return logits if is_padding is None else logits.masked_fill(is_padding[:, None], 0.0)
 
 
-def _count(router_logits: Tensor, is_padding: Tensor | None) -> Tensor:
+def _num_tokens(router_logits: Tensor, is_padding: Tensor | None) -> Tensor:
     """The number of tokens that are no padding, at least 1, on the device."""
     if is_padding is None:
         count = router_logits.new_ones(router_logits.shape[0], dtype=torch.float32).sum()

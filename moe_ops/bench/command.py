@@ -26,7 +26,7 @@ from moe_ops.bench.problems import (
     unknown,
 )
 from moe_ops.brief import aligned
-from moe_ops.inspect.devices import GPUS, TARGETS, Target, target_named, target_of
+from moe_ops.inspect.devices import GPUS, TARGETS, TargetDevice, target_named, target_of
 from moe_ops.scheme import SCHEMES, Scheme, get_scheme
 
 Value = TypeVar("Value")
@@ -94,7 +94,7 @@ def add_layer_options(
 
 def _only(read: Callable[[str], Problem]) -> Callable[[str], list[Problem]]:
     """A reader of a list of one problem, which may have commas in it."""
-    return readable(lambda text: [read(text)])
+    return checked(lambda text: [read(text)])
 
 
 def parser(
@@ -131,7 +131,7 @@ def parser(
     )
     add(
         "--device",
-        type=readable(_this_machines),
+        type=checked(_this_machines),
         metavar="NAME",
         help="the device meant: anything but what this machine has is an error",
     )
@@ -147,7 +147,7 @@ def parser(
 
 def add_time_budget(parser: argparse.ArgumentParser, text: str) -> None:
     """Add ``--time-budget-s``, in seconds; the default is no limit."""
-    read = readable(partial(number, zero=True))
+    read = checked(partial(positive_number, zero=True))
     parser.add_argument("--time-budget-s", type=read, default=math.inf, metavar="S", help=text)
 
 
@@ -163,7 +163,7 @@ def _problems(text: str) -> list[Problem]:
     return list(dict.fromkeys(problem for problems in groups for problem in problems))
 
 
-def gpu_named(name: str) -> Target:
+def gpu_named(name: str) -> TargetDevice:
     """The GPU of a name: this machine's if the name fits that, else a known one.
 
     Raises:
@@ -177,7 +177,7 @@ def gpu_named(name: str) -> Target:
     return here if same else target
 
 
-def _this_machines(name: str) -> Target:
+def _this_machines(name: str) -> TargetDevice:
     """The target of a name, which must be what this machine has."""
     here = target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     target = target_named(name)
@@ -219,23 +219,23 @@ def progress(text: str) -> None:
     print(f"{CONSOLE_SCRIPT}: {text}", file=sys.stderr, flush=True)
 
 
-def readable(read: Callable[[str], Value]) -> Callable[[str], Value]:
+def checked(read: Callable[[str], Value]) -> Callable[[str], Value]:
     """Wrap ``read`` so that argparse prints the text of its error."""
 
-    def checked(text: str) -> Value:
+    def read_checked(text: str) -> Value:
         try:
             return read(text)
         except (NotImplementedError, ValueError) as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return checked
+    return read_checked
 
 
 def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     """A reader of comma-separated lists, whose errors name the value and the known values."""
 
     def read_all(text: str) -> list[Value]:
-        values = [readable(read)(part.strip()) for part in text.split(",") if part.strip()]
+        values = [checked(read)(part.strip()) for part in text.split(",") if part.strip()]
         if not values:
             raise argparse.ArgumentTypeError("nothing given")
         return list(dict.fromkeys(values))
@@ -243,7 +243,7 @@ def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     return read_all
 
 
-def one_of(what: str, choices: dict[str, Value]) -> Callable[[str], Value]:
+def named_choice(what: str, choices: dict[str, Value]) -> Callable[[str], Value]:
     """A reader of one of the names in ``choices``."""
 
     def read(text: str) -> Value:
@@ -254,7 +254,7 @@ def one_of(what: str, choices: dict[str, Value]) -> Callable[[str], Value]:
     return read
 
 
-_routing = one_of("routing", {name: name for name in ROUTINGS})
+_routing = named_choice("routing", {name: name for name in ROUTINGS})
 
 
 def count(text: str) -> int:
@@ -265,7 +265,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def number(text: str, *, zero: bool = False) -> float:
+def positive_number(text: str, *, zero: bool = False) -> float:
     """A finite positive number, or with ``zero`` also 0."""
     try:
         value = float(text)

@@ -91,14 +91,14 @@ def compile_trial(activation: str, subject: Subject, trial: Trial) -> str:
         with warnings.catch_warnings(), assumed(subject.device), launch.compile_only():
             warnings.simplefilter("ignore")  # of addresses of fake tensors, which are 0
             with FakeTensorMode(allow_non_fake_inputs=True):
-                _launch(activation, subject, trial)
+                _launch_trial(activation, subject, trial)
     except Exception as error:  # of any compiler; it will be seen again
         return f"{trial}: {error!r}"
     return ""
 
 
 @torch.no_grad()
-def _launch(activation: str, subject: Subject, trial: Trial) -> None:
+def _launch_trial(activation: str, subject: Subject, trial: Trial) -> None:
     """Launch a trial's GEMM on fake tensors."""
     experts, width, hidden = subject.sizes
     shapes = (experts, 2 * width, hidden), (experts, hidden, width)
@@ -123,9 +123,9 @@ def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, *, fragments: boo
     q = quantize_weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"), scheme)
     if fragments:
         q = pack_weight(q, scheme)
-    scale, zero, factor = (None if t is None else _empty(t) for t in q[1:])
-    return ExpertWeight(_empty(q.data), None, scale, zero, factor)
+    scale, zero, factor = (None if t is None else _empty_on_gpu(t) for t in q[1:])
+    return ExpertWeight(_empty_on_gpu(q.data), None, scale, zero, factor)
 
 
-def _empty(like: Tensor) -> Tensor:
+def _empty_on_gpu(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cuda")

@@ -64,7 +64,7 @@ class GemmClock:
         except Exception as error:  # a compiler or a driver may reject tiles with any exception
             print(f"{trial}: {error!r:.200}", file=sys.stderr)
             return math.inf
-        if not agree(timing.output, inputs.expected[trial.gemm - 1]):
+        if not rows_agree(timing.output, inputs.expected[trial.gemm - 1]):
             print(f"{trial}: another result than with the default tiles", file=sys.stderr)
             return math.inf
         return timing.time_us
@@ -78,7 +78,7 @@ class GemmClock:
         return _Inputs(ids, (tokens, between), (h, gemms.product(2, between, space)))
 
 
-def agree(actual: Tensor, expected: Tensor) -> bool:
+def rows_agree(actual: Tensor, expected: Tensor) -> bool:
     """Whether rows differ by at most two roundings of the row's largest number.
 
     Both results are float32 sums in different orders, rounded. Compares on the tensors' device.

@@ -20,7 +20,7 @@ import torch
 import moe_ops
 from moe_ops.bench.command import (
     add_scheme_option,
-    one_of,
+    named_choice,
     one_or_more,
     parser,
     print_row,
@@ -214,7 +214,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     add_scheme_option(command)
     add(
         "--impls",
-        type=one_or_more(one_of("implementation", impls)),
+        type=one_or_more(named_choice("implementation", impls)),
         default=",".join(installed),
         metavar="NAME,..",
         help=f"among {', '.join(IMPLS)} (default: those that are installed)",
@@ -229,7 +229,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
 
 
 @torch.no_grad()
-def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
+def run_cases(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
     """Run every requested case within the time budget; returns the rows and the failed cases."""
     device, started = default_device(), time.monotonic()
     path = record_path(args.output, work.file)
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None, work: 
     """
     args = options(arguments, prog)
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
-        rows, failed = run(args, PROFILE if args.profile else work)
+        rows, failed = run_cases(args, PROFILE if args.profile else work)
     if args.json:
         print(json.dumps({**run_header(), "rows": [asdict(row) for row in rows]}, indent=1))
     if failed:

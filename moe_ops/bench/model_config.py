@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.bench.problems import Problem
-from moe_ops.loading.declared import CONFIG, Declared, in_config, in_folder, parts_of
+from moe_ops.loading.declared import CONFIG, Declared, config_parts, in_config, in_folder
 from moe_ops.loading.files import read_object
 from moe_ops.loading.patterns import ExpertNames
 
@@ -51,13 +51,15 @@ def read_config(path: str | Path) -> Problem:
         raise ValueError(f"must be a config.json, or the folder of a model, got {str(path)!r}")
     config = read_object(file, "a model's configuration")
     merged: dict[str, Any] = {}
-    for part in parts_of(config):
+    for part in config_parts(config):
         merged |= part
     sizes = {size: _size(merged, names, file) for size, names in SPELLINGS.items()}
     declared = in_folder(file.parent) if file.name == CONFIG else in_config(config, file)
-    scheme = _scheme(declared, merged, sizes["num_experts"])
+    scheme = _scheme_name(declared, merged, sizes["num_experts"])
     name = file.resolve().parent.name if file.name == CONFIG else file.stem
-    return Problem(name, **sizes, timed=False, activation=_activation(merged, file), scheme=scheme)
+    return Problem(
+        name, **sizes, timed=False, activation=_activation_key(merged, file), scheme=scheme
+    )
 
 
 def _size(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int:
@@ -77,7 +79,7 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int:
     )
 
 
-def _activation(config: Mapping[str, Any], file: Path) -> str:
+def _activation_key(config: Mapping[str, Any], file: Path) -> str:
     """The key of the experts' activation; silu if the configuration names none."""
     key = next((name for name in ACTIVATIONS if config.get(name) is not None), None)
     name, limit = "silu" if key is None else config[key], config.get("swiglu_limit")
@@ -96,7 +98,7 @@ def _activation(config: Mapping[str, Any], file: Path) -> str:
         raise ValueError(f"{file}: {key}: {error}") from None
 
 
-def _scheme(declared: Declared, config: Mapping[str, Any], num_experts: int) -> str | None:
+def _scheme_name(declared: Declared, config: Mapping[str, Any], num_experts: int) -> str | None:
     """The name of the scheme of quantized experts; None: they are not quantized.
 
     If experts of some layers are not quantized, the scheme is that of the others.
@@ -114,8 +116,8 @@ def _scheme(declared: Declared, config: Mapping[str, Any], num_experts: int) -> 
 
 def _layers_with_experts(config: Mapping[str, Any]) -> list[int]:
     """The indices of the layers with experts, as far as the configuration tells them apart."""
-    first, step = max(_first(config, FIRST, 0), 0), max(_first(config, STEPS, 1), 1)
-    count = min(_first(config, ("num_hidden_layers",), MANY), 8 * MANY)
+    first, step = max(_first_integer(config, FIRST, 0), 0), max(_first_integer(config, STEPS, 1), 1)
+    count = min(_first_integer(config, ("num_hidden_layers",), MANY), 8 * MANY)
     lists = (config.get(name) for name in ("mlp_layer_types", "moe_layers", "mlp_only_layers"))
     kinds, listed, dense = (x if isinstance(x, list) else [] for x in lists)
     kinds = kinds or list(str(config.get("hybrid_override_pattern") or ""))
@@ -130,5 +132,5 @@ def _layers_with_experts(config: Mapping[str, Any]) -> list[int]:
     return indices or [first]
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
+def _first_integer(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
     return next((config[name] for name in names if type(config.get(name)) is int), default)

@@ -132,7 +132,11 @@ def run_case(case: HostCase, scheme: str, tokens: int, routing: str) -> OffloadR
 
 
 def _sequence(
-    call: Callable[[], Tensor], inputs: Inputs, problem: Problem, routing: str, device: torch.device
+    call: Callable[[], Tensor],
+    inputs: Inputs,
+    problem: Problem,
+    routing: str,
+    device: torch.device,
 ) -> list[float]:
     """Microseconds of each call of a sequence, in which other tokens have other experts."""
     many = make_inputs(problem, STEPS * len(inputs.x), routing, device)

@@ -25,13 +25,13 @@ from moe_ops import ops, pipeline
 from moe_ops.activation import kind_and_key
 from moe_ops.bench.command import (
     add_scheme_option,
+    checked,
     count,
-    one_of,
+    named_choice,
     one_or_more,
     parser,
     print_row,
     progress,
-    readable,
     with_schemes,
 )
 from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         print(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_run, (args, f"{folder}/store"), nprocs=args.ranks)
+        multiprocessing.spawn(_run_rank, (args, f"{folder}/store"), nprocs=args.ranks)
     return 0
 
 
@@ -103,11 +103,11 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     """The command's options."""
     result = parser("Time layers whose experts are spread over GPUs.", "8,64,512,4096", prog=prog)
     add = result.add_argument
-    add("--ranks", type=readable(count), default="2", metavar="R", help="GPUs (default: 2)")
+    add("--ranks", type=checked(count), default="2", metavar="R", help="GPUs (default: 2)")
     add_scheme_option(result)
     add(
         "--backend",
-        type=one_or_more(one_of("backend", BACKENDS)),
+        type=one_or_more(named_choice("backend", BACKENDS)),
         default=",".join(BACKENDS),
         metavar="NAME,..",
         help=f"among {', '.join(BACKENDS)} (default: all)",
@@ -116,7 +116,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
 
 
 @torch.no_grad()
-def _run(number: int, args: argparse.Namespace, store: str) -> None:
+def _run_rank(number: int, args: argparse.Namespace, store: str) -> None:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", f"file://{store}", rank=number, world_size=args.ranks)
@@ -172,7 +172,7 @@ def _case(
     for backend, exchange in exchanges.items():
         if backend == BATCHED and tokens > MOST_BATCHED:
             continue
-        kernel, call = _kernel(problem, experts, exchange, own, rank)
+        kernel, call = _kernel_and_call(problem, experts, exchange, own, rank)
         out: Any = kernel.apply(**call)
         error = relative_error(out, expected.float())
         time_us = slowest(_time(partial(kernel.apply, **call), rank), rank.device)
@@ -192,7 +192,7 @@ def _case(
     return rows
 
 
-def _kernel(
+def _kernel_and_call(
     problem: Problem, experts: Experts, exchange: TokenExchange, own: Inputs, rank: Rank
 ) -> tuple[moe_ops.FusedMoEKernel, dict[str, Any]]:
     """This rank's kernel, and the arguments of its call."""

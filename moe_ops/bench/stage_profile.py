@@ -118,7 +118,7 @@ def profile_call(call: Callable[[], Any], device: torch.device) -> list[StageTim
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return parts_of(json.loads(path.read_text()), on_gpu=on_gpu)
+        return trace_parts(json.loads(path.read_text()), on_gpu=on_gpu)
 
 
 class _Range(NamedTuple):
@@ -129,7 +129,7 @@ class _Range(NamedTuple):
     end: float
 
 
-def parts_of(trace: dict[str, Any], *, on_gpu: bool) -> list[StageTime]:
+def trace_parts(trace: dict[str, Any], *, on_gpu: bool) -> list[StageTime]:
     """The parts of a call in a Chrome trace, medians over calls: kernels by their launching range.
 
     Raises:

@@ -65,7 +65,7 @@ class Result(NamedTuple):
     compilations: int
 
 
-def read(program: Program, windows: Tensor, bar: tqdm) -> tuple[float, list[Tensor], float]:
+def read_text(program: Program, windows: Tensor, bar: tqdm) -> tuple[float, list[Tensor], float]:
     """Return perplexity, the logits of each window, and tokens per second."""
     program.read(windows[0])  # compiles
     loss, seconds, all_logits = 0.0, 0.0, []
@@ -79,7 +79,7 @@ def read(program: Program, windows: Tensor, bar: tqdm) -> tuple[float, list[Tens
     return math.exp(loss / len(windows)), all_logits, windows.numel() / seconds
 
 
-def measure(
+def measure_model(
     model: PreTrainedModel, windows: Tensor, prompt: Tensor, bar: tqdm, *, compiled: bool
 ) -> Result:
     """Read the held-out text and continue the prompt with one implementation."""
@@ -87,7 +87,7 @@ def measure(
     counters.clear()
     length = max(CONTEXT, len(prompt) + NEW_TOKENS)
     program = Program(model, length, compiled=compiled)
-    reading = read(program, windows, bar)
+    reading = read_text(program, windows, bar)
     writing = program.write(prompt, NEW_TOKENS, bar.update)
     breaks = sum(counters["graph_break"].values())
     return Result(*reading, *writing, breaks, counters["stats"]["unique_graphs"])
@@ -124,7 +124,7 @@ def quality_lines(windows: Tensor, path: Path, plain: Result, bar: tqdm) -> list
         if len(lines) == 1:
             add("bfloat16", 2 * sum(map(torch.numel, experts(model))), plain.perplexity, 1.0)
         moe_ops.quantize_(model, name, progress=False)
-        perplexity, logits, _ = read(Program(model, CONTEXT, compiled=False), windows, bar)
+        perplexity, logits, _ = read_text(Program(model, CONTEXT, compiled=False), windows, bar)
         same = (torch.cat(logits).argmax(-1) == chosen).double().mean().item()
         add(name, sum(x.nbytes for x in experts(model)), perplexity, same)
     return lines
@@ -153,7 +153,7 @@ def show(title: str, lines: list[list[str]]) -> None:
     print(f"\n{title}\n\n{indent(aligned(lines, left=1), '  ')}")
 
 
-def judge(results: dict[str, Result], tied: list[bool]) -> dict[str, bool]:
+def judge_claims(results: dict[str, Result], tied: list[bool]) -> dict[str, bool]:
     """What the demo claims, and whether it holds."""
     eager, compiled = results["eager"], results["moe_ops, compiled"]
     ours = [results["moe_ops"], compiled]
@@ -214,7 +214,7 @@ def main() -> int:
         for name, (implementation, compiled) in RUNS.items():
             bar.set_description(f"{name}: about half a minute" if compiled else name)
             model = load(args.model, implementation, device)
-            results[name] = measure(model, windows, prompt, bar, compiled=compiled)
+            results[name] = measure_model(model, windows, prompt, bar, compiled=compiled)
         quality = quality_lines(windows, args.model, results["moe_ops"], bar)
 
     place = torch.cuda.get_device_name() if on_gpu else "the CPU"
@@ -237,7 +237,7 @@ def main() -> int:
         for gpu in missing():
             print(f"\n  {gpu}: the same kernels; no times are recorded here.")
     print()
-    claims = judge(results, tied)
+    claims = judge_claims(results, tied)
     for claim, holds in claims.items():
         print(f"{'yes' if holds else 'NO '}  {claim}")
     return 0 if all(claims.values()) else 1

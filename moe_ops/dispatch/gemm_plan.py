@@ -38,15 +38,15 @@ def plan_gemm(
         ValueError: an unknown scheme or activation; no kernel takes the problem with ``config``.
         NotImplementedError: a packed weight that no kernel for the GPU takes.
     """
-    return _plan(problem, device, config, tuned.TABLES)
+    return _cached_plan(problem, device, config, tuned.TABLES)
 
 
 @lru_cache(maxsize=8192)
-def _plan(
+def _cached_plan(
     problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
 ) -> GemmPlan:
     if config is not None:
-        return _given(problem, device, config, tables)
+        return _plan_with_tiles(problem, device, config, tables)
     for family in FIXED:
         if family.why_not(problem, device) is None:
             return family.plan(problem, family.tiles(problem, device), family.source)
@@ -63,7 +63,7 @@ def _plan(
     raise NotImplementedError(why)
 
 
-def _given(
+def _plan_with_tiles(
     problem: GemmProblem, device: Device, config: KernelTiles, tables: tuned.Tables
 ) -> GemmPlan:
     """The plan with given tiles, which divide the plan's row tile; portable ones may be smaller.
@@ -82,7 +82,7 @@ def _given(
         )
     family = serving(config, problem, device)
     if isinstance(family, str):
-        _plan(problem, device, None, tables)  # raises if no tiles would do
+        _cached_plan(problem, device, None, tables)  # raises if no tiles would do
         rule = "config must be tiles of a kernel that takes this GEMM"
         raise ValueError(f"{rule}, got {config}, which {family}")
     return family.plan(problem, config, "given")
@@ -90,7 +90,7 @@ def _given(
 
 def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPlan:
     """Plan of a GEMM whose weighted sum runs in a separate kernel."""
-    plan = _plan(without_sum(problem), device, None, tables)
+    plan = _cached_plan(without_sum(problem), device, None, tables)
     nbytes = problem.sizes.num_slots * problem.sizes.n * problem.out_itemsize
     return plan._replace(scratch=(BufferSpec("product", nbytes), *plan.scratch))
 

@@ -125,7 +125,7 @@ def vector_pieces(k: int, itemsize: int, vectors: int) -> tuple[int, int]:
     return columns, cdiv(cdiv(k * itemsize, PIECES * ROW_BYTES), columns // vectors)
 
 
-def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
+def tile_widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
     """The values of ``block_n`` that a kernel has for a row tile; empty if it lacks the row tile.
 
     The swap-AB kernel takes 8-bit weights only.
@@ -153,7 +153,7 @@ def tall_tiles(kernel: str, gemm: Gemm, block_m: int, device: Device) -> HopperT
 
     It is half as wide where even then all tiles run at once.
     """
-    size, wide = gemm.itemsize, widths(kernel, block_m, gemm.itemsize)
+    size, wide = gemm.itemsize, tile_widths(kernel, block_m, gemm.itemsize)
     narrow = gemm.run_at_once(block_m, wide[0] // gemm.halves, device.processors)
     block_n = wide[0 if narrow else -1]
     by_load = size == 1 and block_m == 128 and gemm.load_class <= ON_DEMAND_LOAD
@@ -167,7 +167,7 @@ def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """Long TMA boxes, unless they are too few to keep all SMs busy."""
     boxes = gemm.active * cdiv(gemm.n * gemm.halves, 128)
     busy = 3 * boxes >= 2 * device.processors
-    block_n = widths(STREAM, block_m, gemm.itemsize)[-1 if busy else 0]
+    block_n = tile_widths(STREAM, block_m, gemm.itemsize)[-1 if busy else 0]
     tiles = HopperTiles(STREAM, block_m, block_n, 1 if block_m <= 32 else 8, LEAST_STAGES)
     most = STREAM_STAGES * 128 // block_n
     return replace(tiles, num_stages=min(most, most_stages(tiles, device)))

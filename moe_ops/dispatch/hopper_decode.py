@@ -147,7 +147,7 @@ def multiplying_groups(tiles: HopperTiles) -> int:
     return 2 if tiles.kernel == DECODE_MANY or tiles.block_m == 64 else 1
 
 
-def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
+def most_decode_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     """The largest stage count that fits."""
     boxes = [tiles.block_n // CHUNK * nbytes for nbytes in unit_bytes(quant)]
     stage = sum(nbytes * places(nbytes) for nbytes in boxes) + tiles.block_m * STAGE_K * 2
@@ -177,7 +177,7 @@ def many_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
 def with_stages(tiles: HopperTiles, quant: Quant, device: Device) -> HopperTiles:
     """The tiles with as many stages as fit and bring anything."""
     most = FEW_STAGES if tiles.kernel == DECODE_FEW else MANY_STAGES
-    return replace(tiles, num_stages=min(most, most_stages(tiles, quant, device)))
+    return replace(tiles, num_stages=min(most, most_decode_stages(tiles, quant, device)))
 
 
 def uniform_experts(gemm: Gemm) -> float:
@@ -215,7 +215,7 @@ def round_depth(steps: int, most: int) -> int:
     return max(1, min(2, most, steps))
 
 
-def divide(gemm: Gemm, quant: Quant, strips: int, slots: int) -> Jobs:
+def divide_jobs(gemm: Gemm, quant: Quant, strips: int, slots: int) -> Jobs:
     """The jobs of a program that computes so many strips of so many slots.
 
     A slot has as many parts as let the warps be done first; a single one has a part a warp.
@@ -279,7 +279,9 @@ def slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
         programs = gemm.num_slots * rows // (strips * STRIP_ROWS)
         whole = rows % (strips * STRIP_ROWS) == 0
         if whole and programs <= most * device.processors:
-            return job_tiles(DECODE_SLOT, divide(gemm, quant, strips, 1), quant, programs, device)
+            return job_tiles(
+                DECODE_SLOT, divide_jobs(gemm, quant, strips, 1), quant, programs, device
+            )
     return None
 
 
@@ -287,5 +289,5 @@ def sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel with the weighted sum; None: it does not take this GEMM."""
     if gemm.num_slots > SUM_SLOTS:
         return None
-    jobs = divide(gemm, quant, 1, gemm.num_slots)
+    jobs = divide_jobs(gemm, quant, 1, gemm.num_slots)
     return job_tiles(DECODE_SUM, jobs, quant, gemm.n // STRIP_ROWS, device)

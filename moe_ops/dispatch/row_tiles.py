@@ -72,7 +72,7 @@ def tile_rule(
         batch_invariant: whether the row tile must not depend on the load.
         expert_map: ``(E,)``; None: no expert is elsewhere.
     """
-    rule = rule_of(scheme, dtype.itemsize, *row_tile_facts(device), batch_invariant)
+    rule = row_tile_rule(scheme, dtype.itemsize, *row_tile_facts(device), batch_invariant)
     every = None if expert_map is None else expert_map.shape[0]
     return routed_among(rule, every if type(every) is int else None)
 
@@ -90,7 +90,7 @@ def routed_among(rule: TileRule, num_experts: int | None) -> TileRule:
 def expert_rule(scheme: str, device: torch.device, batch_invariant: bool = False) -> TileRule:
     """The rule for a plan of rows grouped by expert and for the GEMMs that follow the plan."""
     row_tile = row_tile_facts(device)[1]
-    return rule_of(scheme, 0, BY_EXPERT, row_tile, batch_invariant)
+    return row_tile_rule(scheme, 0, BY_EXPERT, row_tile, batch_invariant)
 
 
 def gemm_rule(scheme: str, a: Tensor, tiles: AnyTiles, batch_invariant: bool = False) -> TileRule:
@@ -103,14 +103,14 @@ def gemm_rule(scheme: str, a: Tensor, tiles: AnyTiles, batch_invariant: bool = F
         raise ValueError(f"tiles must be [plan, topk_ids, expert_map], got {len(tiles)} entries")
     arch, row_tile = row_tile_facts(a.device)
     if tiles[1] is None:
-        return rule_of(scheme, a.dtype.itemsize, BY_EXPERT, row_tile, batch_invariant)
-    rule = rule_of(scheme, a.dtype.itemsize, arch, row_tile, batch_invariant)
+        return row_tile_rule(scheme, a.dtype.itemsize, BY_EXPERT, row_tile, batch_invariant)
+    rule = row_tile_rule(scheme, a.dtype.itemsize, arch, row_tile, batch_invariant)
     every = None if tiles[2] is None else tiles[2].shape[0]
     return routed_among(rule, every if type(every) is int else None)
 
 
 @lru_cache(maxsize=1024)
-def rule_of(
+def row_tile_rule(
     scheme: str, itemsize: int, arch: int, row_tile: int | None, batch_invariant: bool
 ) -> TileRule:
     """The rule for a scheme, bytes per number before quantization, and fields of `Device`.

@@ -28,8 +28,8 @@ MAX_ROW_TILE = 4096
 class TileRule:
     """The row tile of a plan, by load. There are few rules; they are compared by identity.
 
-    The load is 1.5 times the average rows per expert (see `load`): a tile of that many rows holds
-    all rows of most experts, whose weights are then read once, and few of its rows are padding.
+    The load is 1.5 times the average rows per expert (`estimated_rows`): a tile of that many rows
+    holds all rows of most experts, whose weights are then read once, and little padding.
     """
 
     steps: tuple[tuple[float, int], ...]
@@ -53,7 +53,7 @@ class TileRule:
 @lru_cache(maxsize=4096)
 def row_tile(rule: TileRule, num_slots: int, num_experts: int) -> int:
     """The row tile for ``num_slots`` routed rows, of which ``num_experts`` experts have theirs."""
-    wanted = load(num_slots, rule.routed_experts or num_experts)
+    wanted = estimated_rows(num_slots, rule.routed_experts or num_experts)
     return next(tile for limit, tile in rule.steps if wanted <= limit)
 
 
@@ -63,7 +63,7 @@ def one_row_tile(rows: int) -> TileRule:
     return TileRule(((math.inf, rows),))
 
 
-def load(num_slots: int, num_experts: int) -> float:
+def estimated_rows(num_slots: int, num_experts: int) -> float:
     """1.5 times the average rows per expert, but at most all rows."""
     return min(1.5 * num_slots / num_experts, num_slots)
 
@@ -234,8 +234,8 @@ def symbolic_plan_sizes(num_slots, num_experts, rule: TileRule, pad_to: int = 1)
 
 @lru_cache(maxsize=4096)
 def load_class(num_slots: int, num_experts: int) -> int:
-    """The rows-per-expert bucket: the smallest i for which ``16 * 2**i`` is at least the `load`."""
-    return _class_of(load(num_slots, num_experts))
+    """The rows-per-expert bucket: the least i with ``16 * 2**i`` at least the `estimated_rows`."""
+    return _class_of(estimated_rows(num_slots, num_experts))
 
 
 def last_class(rule: TileRule) -> int:

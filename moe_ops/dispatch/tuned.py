@@ -23,7 +23,7 @@ from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
 from moe_ops.dispatch.plan import DEFAULT
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.dispatch.tiles import Gemm, last_class, load_class
-from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, check_name, parse
+from moe_ops.dispatch.tuned_file import Sizes, TunedEntry, TunedLayer, check_name, parse_tuned_layer
 
 VARIABLE = "MOE_OPS_TUNED_DIR"
 """Environment variable that names the user's folder of tuned files."""
@@ -56,7 +56,7 @@ class Contents(NamedTuple):
 
 
 def look_into(folder: Any) -> Contents:
-    """Read all JSON files in a folder (a path or a resource) that `parse` accepts."""
+    """Read all JSON files in a folder (a path or a resource) that `parse_tuned_layer` accepts."""
     contents = Contents([], [])
     try:
         if not folder.is_dir():
@@ -66,18 +66,18 @@ def look_into(folder: Any) -> Contents:
         return Contents([], [f"no tuned file is used: {error}"])
     for name in names:
         try:
-            contents.layers.append(_read(folder / name))
+            contents.layers.append(_read_layer(folder / name))
         except (OSError, ValueError) as error:
             contents.problems.append(f"a file in {folder} is not used: {error}")
     return contents
 
 
-def _read(file: Any) -> TunedLayer:
+def _read_layer(file: Any) -> TunedLayer:
     """The layer of a file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: `parse` rejects the file, or it is not a regular file.
+        ValueError: `parse_tuned_layer` rejects the file, or it is not a regular file.
     """
     check_name(file.name)  # before a large file of another program is read
     if not file.is_file():  # reading a pipe would wait for ever
@@ -86,7 +86,7 @@ def _read(file: Any) -> TunedLayer:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file.name}: it must be text in UTF-8, got {error}") from None
-    return parse(file.name, text)
+    return parse_tuned_layer(file.name, text)
 
 
 def read_folder(folder: Any) -> list[TunedLayer]:
@@ -192,19 +192,19 @@ def _layer_sizes(gemm: Gemm) -> Sizes:
     return gemm.num_experts, n, k
 
 
-def _tiles_of(entry: Entry, gemm: Gemm) -> KernelTiles:
+def _tiles_of(entry: TunedEntry, gemm: Gemm) -> KernelTiles:
     """The config of a GEMM, which is GEMM 1 if it computes gate and up together."""
     return entry.gemm1 if gemm.halves == 2 else entry.gemm2
 
 
-def _nearest(layer: TunedLayer, gemm: Gemm, *, fragments: bool) -> Entry | None:
+def _nearest(layer: TunedLayer, gemm: Gemm, *, fragments: bool) -> TunedEntry | None:
     """The entry with the same bucket, row tile and form of weights, nearest in number of rows."""
     last = last_class(gemm.rule)
 
     def class_of(rows: int) -> int:
         return min(load_class(rows, gemm.num_experts), last)
 
-    def distance(entry: Entry) -> float:
+    def distance(entry: TunedEntry) -> float:
         own = gemm.num_slots * gemm.num_experts / gemm.routed_experts
         ratio = entry.num_tokens * layer.top_k / max(own, 1)
         return max(ratio, 1 / ratio)

@@ -50,7 +50,7 @@ _SPELL = str.maketrans(SPELLED)
 _READ = str.maketrans({spelled: character for character, spelled in SPELLED.items()})
 
 
-class Entry(NamedTuple):
+class TunedEntry(NamedTuple):
     """The fastest configs at one number of tokens."""
 
     num_tokens: int
@@ -70,7 +70,7 @@ class TunedLayer(NamedTuple):
     scheme: str
     """Key of the scheme."""
     top_k: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TunedEntry, ...]
 
 
 def file_name(sizes: Sizes, device: str, scheme: str) -> str:
@@ -100,7 +100,7 @@ def check_name(file: str) -> tuple[str, ...]:
     return named.groups()  # type: ignore[union-attr]
 
 
-def parse(file: str, text: str) -> TunedLayer:
+def parse_tuned_layer(file: str, text: str) -> TunedLayer:
     """Parse the text of a tuned file.
 
     Raises:
@@ -116,7 +116,7 @@ def parse(file: str, text: str) -> TunedLayer:
     _require(isinstance(record, dict), file, "the file", "be an object", record)
     top_k = record.pop("top_k", None)
     _whole(file, "top_k", top_k, most=MAX_TOP_K)
-    entries = tuple(_entry(file, key, record[key], scheme) for key in record)
+    entries = tuple(_tuned_entry(file, key, record[key], scheme) for key in record)
     experts, n, k = map(int, sizes)
     return TunedLayer(file, (experts, n, k), device, scheme.key, top_k, entries)
 
@@ -137,11 +137,11 @@ def _power(file: str, key: str, value: Any, least: int, most: int) -> None:
     _require(value & (value - 1) == 0, file, key, "be a power of two", value)
 
 
-def _among(file: str, key: str, value: Any, allowed: tuple[int, ...]) -> None:
+def _one_of(file: str, key: str, value: Any, allowed: tuple[int, ...]) -> None:
     _require(type(value) is int and value in allowed, file, key, f"be among {allowed}", value)
 
 
-def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
+def _tuned_entry(file: str, key: str, value: Any, scheme: Scheme) -> TunedEntry:
     _require(_COUNT.fullmatch(key), file, "a key", "be top_k or a token count", key)
     _require(isinstance(value, dict), file, key, "be an object", value)
     block_m = value.get("BLOCK_M")
@@ -151,12 +151,14 @@ def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
     for name in ("gemm1", "gemm2"):
         at, tiles = f"{key}.{name}", value.get(name)
         _require(isinstance(tiles, dict), file, at, "be an object", tiles)
-        read = _hopper_tiles if "kernel" in tiles else _tiles
+        read = _hopper_tiles if "kernel" in tiles else _portable_tiles
         both.append(read(file, at, tiles, block_m, scheme))
-    return Entry(int(key), *both)
+    return TunedEntry(int(key), *both)
 
 
-def _tiles(file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Scheme) -> TileConfig:
+def _portable_tiles(
+    file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Scheme
+) -> TileConfig:
     _require(block_m in ROW_TILES, file, at, f"have a kernel in tiles of {block_m} rows", tiles)
     for size in SIZES:
         least = 16 if size.startswith("BLOCK") else 1
@@ -178,7 +180,7 @@ def _hopper_tiles(
     there, allowed = family.widths(block_m, scheme), family.ctas(block_m)
     rule = f"be one that has {scheme.name} in tiles of {block_m} rows"
     _require(there, file, f"{at}.kernel", rule, kernel)
-    _among(file, f"{at}.BLOCK_N", tiles.get("BLOCK_N"), there)
+    _one_of(file, f"{at}.BLOCK_N", tiles.get("BLOCK_N"), there)
     _whole(file, f"{at}.GROUP_M", tiles.get("GROUP_M"), most=LARGEST["GROUP_M"])
     most = LARGEST["num_stages"]
     _whole(file, f"{at}.num_stages", tiles.get("num_stages"), family.LEAST_STAGES, most)
@@ -187,6 +189,6 @@ def _hopper_tiles(
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
     rule = f"be false for {kernel}"
     _require(on_demand in family.on_demand, file, f"{at}.ON_DEMAND", rule, on_demand)
-    _among(file, f"{at}.CTAS", ctas, allowed)
+    _one_of(file, f"{at}.CTAS", ctas, allowed)
     block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
     return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand, ctas)

@@ -78,7 +78,7 @@ def moe_kernel_quantize_input(
     if quant_dtype is None:
         return A, A_scale
     checks.tensor("A", A, 2, checks.FLOATS)
-    quant = _quant(A, quant_dtype, per_act_token_quant, block_shape, A_scale)
+    quant = _quant_key(A, quant_dtype, per_act_token_quant, block_shape, A_scale)
     if A_scale is not None:
         _check_scale(A_scale, A)
         if not per_act_token_quant:
@@ -142,7 +142,7 @@ def batched_moe_kernel_quantize_input(
     checks.tensor("expert_num_tokens", expert_num_tokens, 1, checks.INDICES)
     checks.size("expert_num_tokens.shape[0]", expert_num_tokens.shape[0], "E", E)
     checks.same_device("expert_num_tokens", expert_num_tokens, "A", A)
-    quant = _quant(A, qtype, per_act_token_quant, block_shape, A_scale)
+    quant = _quant_key(A, qtype, per_act_token_quant, block_shape, A_scale)
     if A_scale is not None:
         _check_scale(A_scale, A)
         sizes = [1] if qtype in _FORMATS else [1, E]
@@ -174,7 +174,7 @@ def _per_expert(scale: Tensor | None, num_experts: int) -> Tensor | None:
     return scale.reshape(num_experts, -1, scale.shape[-1])
 
 
-def _quant(
+def _quant_key(
     rows: Tensor,
     dtype: torch.dtype | str,
     per_row: bool,
@@ -191,7 +191,7 @@ def _quant(
     if block_shape is not None and per_row:
         raise ValueError("per_act_token_quant must be False with block_shape, got True")
     if isinstance(dtype, str) and dtype in _FORMATS:
-        return _named(rows, dtype, per_row, cols, scale)
+        return _named_quant(rows, dtype, per_row, cols, scale)
     if not isinstance(dtype, torch.dtype) or dtype not in _ELEMENTS:
         choices = [*_ELEMENTS, *_FORMATS]
         raise NotImplementedError(f"quant_dtype must be one of {choices}, got {dtype!r}")
@@ -205,7 +205,9 @@ def _quant(
     return f"{_ELEMENTS[dtype]}:{group}:float32" + ("" if scale is None else ":static")
 
 
-def _named(rows: Tensor, name: str, per_row: bool, cols: int | None, scale: Tensor | None) -> str:
+def _named_quant(
+    rows: Tensor, name: str, per_row: bool, cols: int | None, scale: Tensor | None
+) -> str:
     quant = _FORMATS[name]
     if per_row:
         raise ValueError(f"per_act_token_quant must be False for {name}, got True")

@@ -11,8 +11,8 @@ from moe_ops.dispatch.gemm_plan import GemmPlan, PassedOver, passed_over, plan_g
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
-from moe_ops.dispatch.row_tiles import BY_EXPERT, routed_among, rule_of
-from moe_ops.inspect.devices import Target
+from moe_ops.dispatch.row_tiles import BY_EXPERT, routed_among, row_tile_rule
+from moe_ops.inspect.devices import TargetDevice
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.pipeline.forms import serves_packed
@@ -58,7 +58,7 @@ def cost_of(
     scheme: Scheme,
     experts: FusedMoEExperts,
     num_tokens: int,
-    target: Target,
+    target: TargetDevice,
 ) -> Cost:
     """The cost of a layer with the given experts on a device."""
     width, gates = config.intermediate_size, 2 if config.is_act_and_mul else 1
@@ -118,7 +118,7 @@ def _weight_bytes(config: FusedMoEConfig, scheme: Scheme, n: int, k: int) -> flo
     return n * k * each + n * itemsize * config.has_bias
 
 
-def _floor_us(nbytes: int, flops: int, math: str, target: Target) -> float | None:
+def _floor_us(nbytes: int, flops: int, math: str, target: TargetDevice) -> float | None:
     speed = target.speed
     if speed is None:
         return None
@@ -172,7 +172,7 @@ def _plans(
         top_k, tokens = 1, None
     of_layer = kind_and_key(config.activation)[1]
     arch = device.arch if tokens is not None else BY_EXPERT
-    rule = rule_of(scheme.key, dtype.itemsize, arch, device.row_tile, config.batch_invariant)
+    rule = row_tile_rule(scheme.key, dtype.itemsize, arch, device.row_tile, config.batch_invariant)
     if tokens is not None:
         rule = routed_among(rule, config.num_experts)
     gates = 2 if config.is_act_and_mul else 1

@@ -25,7 +25,7 @@ MEASURED = {
 """Rates by `torch.cuda.get_device_name`; other GPUs have no estimate of times."""
 
 
-class Target(NamedTuple):
+class TargetDevice(NamedTuple):
     """A device to explain a layer for."""
 
     name: str
@@ -45,20 +45,20 @@ class Target(NamedTuple):
         return torch.device("cpu" if self.facts is None else "cuda")
 
 
-def _known(gpu: str, arch: int, shared_memory: int, processors: int) -> Target:
-    return Target(f"sm_{arch}", gpu, Device(arch, shared_memory, processors, gpu))
+def _gpu_target(gpu: str, arch: int, shared_memory: int, processors: int) -> TargetDevice:
+    return TargetDevice(f"sm_{arch}", gpu, Device(arch, shared_memory, processors, gpu))
 
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("cpu", None, None),
-        _known("NVIDIA A100", 80, 166912, 108),
-        _known("NVIDIA RTX A6000", 86, 101376, 84),
-        _known("NVIDIA L40S", 89, 101376, 142),
-        _known("NVIDIA H200", 90, 232448, 132),
-        _known("NVIDIA B200", 100, 232448, 148),
-        _known("NVIDIA RTX PRO 6000", 120, 101376, 188),
+        TargetDevice("cpu", None, None),
+        _gpu_target("NVIDIA A100", 80, 166912, 108),
+        _gpu_target("NVIDIA RTX A6000", 86, 101376, 84),
+        _gpu_target("NVIDIA L40S", 89, 101376, 142),
+        _gpu_target("NVIDIA H200", 90, 232448, 132),
+        _gpu_target("NVIDIA B200", 100, 232448, 148),
+        _gpu_target("NVIDIA RTX PRO 6000", 120, 101376, 188),
     )
 }
 """Targets by architecture, for each of which one GPU stands."""
@@ -66,7 +66,7 @@ GPUS = {
     "a100": TARGETS["sm_80"],
     "a6000": TARGETS["sm_86"],
     "l40s": TARGETS["sm_89"],
-    "h100": _known("NVIDIA H100 80GB HBM3", 90, 232448, 132),
+    "h100": _gpu_target("NVIDIA H100 80GB HBM3", 90, 232448, 132),
     "h200": TARGETS["sm_90"],
     "b200": TARGETS["sm_100"],
     "rtx_pro_6000": TARGETS["sm_120"],
@@ -74,7 +74,7 @@ GPUS = {
 """Targets by the short names of GPUs."""
 
 
-def target_named(name: str) -> Target:
+def target_named(name: str) -> TargetDevice:
     """The target of an architecture (``sm_90``), of a GPU (``h100``, ``NVIDIA H200``), or ``cpu``.
 
     Raises:
@@ -90,11 +90,11 @@ def target_named(name: str) -> Target:
     return targets[plain]
 
 
-def target_of(device: torch.device) -> Target:
+def target_of(device: torch.device) -> TargetDevice:
     """The target of a device; an H200 for a CUDA device on a machine without a GPU."""
     if device.type != "cuda":
         return TARGETS["cpu"]
     if not torch.cuda.is_available():
         return TARGETS["sm_90"]
     facts = device_facts(device)
-    return Target(f"sm_{facts.arch}", facts.name, facts)
+    return TargetDevice(f"sm_{facts.arch}", facts.name, facts)

@@ -15,7 +15,7 @@ from moe_ops.brief import aligned
 from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
 from moe_ops.inspect.costs import Cost, cost_of
-from moe_ops.inspect.devices import Target, target_named, target_of
+from moe_ops.inspect.devices import TargetDevice, target_named, target_of
 from moe_ops.inspect.host_costs import HIT_RATES, HOST_GBPS, HostCosts, host_costs
 from moe_ops.inspect.traffic import (
     SAME,
@@ -38,8 +38,8 @@ from moe_ops.pipeline.selection import (
     as_quant_config,
     build,
     chosen,
-    format_of,
     judge,
+    wanted_format,
 )
 from moe_ops.scheme import ExactRows, FusedMoEQuantConfig, Scheme, exact_fp8_scheme, what_lacks
 
@@ -58,7 +58,7 @@ class Explanation:
 
     config: FusedMoEConfig
     scheme: Scheme
-    target: Target
+    target: TargetDevice
     rows: tuple[Candidate, ...]
     """Every implementation, in order of preference."""
     choice: str | None
@@ -80,7 +80,7 @@ class Explanation:
 
     def to_json(self) -> str:
         """The explanation as a JSON object."""
-        config = {name: _plain(value) for name, value in vars(self.config).items()}
+        config = {name: _json_value(value) for name, value in vars(self.config).items()}
         config["activation"] = kind_and_key(self.config.activation)[1]
         config["moe_parallel_config"] = asdict(self.config.moe_parallel_config)
         parts = {
@@ -119,7 +119,7 @@ class Explanation:
         sizes = (
             f"{c.num_experts} experts{local}, {c.experts_per_token} a token, hidden "
             f"{c.hidden_dim}, intermediate {c.intermediate_size}, {c.activation_kind.value}, "
-            f"{_plain(c.in_dtype)}{', batch-invariant' if c.batch_invariant else ''}"
+            f"{_json_value(c.in_dtype)}{', batch-invariant' if c.batch_invariant else ''}"
         )
         chosen = f"{self.choice} behind {self.prepare_finalize}"
         if self.choice is None:
@@ -354,7 +354,7 @@ def explain(
         rows=rows,
         choice=None if choice is None else choice.__name__,
         prepare_finalize=None if kernel is None else type(kernel.prepare_finalize).__name__,
-        activation_format=format_of(config).value[0],
+        activation_format=wanted_format(config).value[0],
         costs=tuple(costs),
         link=link,
         exact_rows=exact,
@@ -377,7 +377,7 @@ def _of_layer(
     return layer.moe_config, held, exact
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     """A value for JSON: ints, bools, strings and None unchanged, else its name or its text."""
     if value is None or type(value) in (int, bool, str):
         return value

@@ -144,7 +144,7 @@ def traffic_of(
     own = num_tokens / ranks
     rows = ceil(own)
     exact = rank_copies(ranks, top_k, num_experts) if parallel.use_ep else gathered_copies(ranks)
-    factor = _factor(rows, max(_reached(ranks, top_k, num_experts)))
+    factor = _capacity_factor(rows, max(_reached(ranks, top_k, num_experts)))
     copies = {
         "allgather_reducescatter": rows * gathered_copies(ranks),
         "fixed_capacity": capacity_of(rows, factor) * gathered_copies(ranks),
@@ -202,7 +202,7 @@ def link_of(link: str | Link) -> Link:
     return LINKS[link]
 
 
-def _factor(rows: int, probability: float) -> float:
+def _capacity_factor(rows: int, probability: float) -> float:
     """The capacity factor, in hundredths, with room for copies of ``rows`` tokens and to spare."""
     spread = sqrt(probability * (1 - probability) / rows)
     return min(100, ceil(100 * (probability + SPARE * spread))) / 100

@@ -121,7 +121,7 @@ def workspace_nbytes(
             that operators cannot compute.
     """
     kind, _ = kind_and_key(activation)
-    facts = _facts(device)
+    facts = _gpu_facts(device)
     checks.one_of("format", format, FORMATS)
     checks.at_least(0, num_tokens=num_tokens)
     checks.at_least(
@@ -152,7 +152,7 @@ def workspace_nbytes(
     return memory.peak
 
 
-def _facts(device: str | None) -> Device | None:
+def _gpu_facts(device: str | None) -> Device | None:
     """Facts of the GPU; None: references run."""
     if device is not None:
         return target_named(device).facts

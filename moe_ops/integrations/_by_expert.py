@@ -29,7 +29,7 @@ from transformers.utils import logging
 from moe_ops.integrations import _mxfp4
 from moe_ops.integrations._layers import LAYER
 from moe_ops.integrations._offloaded import ExpertsOnHost, QuantizedOnHost, hold
-from moe_ops.offload.model import counts_of
+from moe_ops.offload.model import resident_counts
 from moe_ops.offload.targets import FINDERS
 from moe_ops.quantization.chosen import found_in, with_progress
 from moe_ops.residency.host import check_host_room
@@ -156,7 +156,7 @@ def _held(
     targets = list(found_in(model, FINDERS))
     if any(target.reason_against() for target in targets):
         return tensors, []
-    named = counts_of(targets, "resident_experts", wanted.resident)
+    named = resident_counts(targets, "resident_experts", wanted.resident)
     counts = {target.name: count for target, count in zip(targets, named, strict=True)}
     quantized = [
         target

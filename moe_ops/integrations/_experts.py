@@ -59,18 +59,18 @@ def own_weights(experts: Any) -> Weights:
         w1_bias = experts.gate_up_proj_bias if has_gate else experts.up_proj_bias
         w2_bias = experts.down_proj_bias
     axes = axes_of(experts)
-    if not _torchao.is_quantized(w1) and not _torchao.is_quantized(w2):
+    if not _torchao.is_torchao_tensor(w1) and not _torchao.is_torchao_tensor(w2):
         if experts.is_transposed:
             w1, w2 = w1.permute(axes), w2.permute(axes)
         return Weights(w1, w2, w1_bias, w2_bias)
-    reason = _torchao.unsupported(w1, w2, axes)
+    reason = _torchao.unsupported_pair(w1, w2, axes)
     if reason:
         raise NotImplementedError(
             f'experts_implementation="moe_ops" must have supported weights, got '
             f"{type(experts).__name__} with {reason}"
         )
     first, second = _torchao.stored(w1, axes), _torchao.stored(w2, axes)
-    scheme = scheme_named(_torchao.scheme_of(w1, axes))
+    scheme = scheme_named(_torchao.torchao_scheme(w1, axes))
     config = FusedMoEQuantConfig.from_weights(scheme, first, second)
     return Weights(first.data, second.data, w1_bias, w2_bias, config)
 
@@ -82,11 +82,11 @@ def axes_of(experts: Any) -> tuple[int, int, int]:
 
 def scheme_named(name: str) -> Scheme:
     """Call `get_scheme`, without letting Dynamo trace how it parses names."""
-    return _SCHEMES[_known(name)]
+    return _SCHEMES[_ensure_scheme(name)]
 
 
 @torch.compiler.assume_constant_result
-def _known(name: str) -> str:
+def _ensure_scheme(name: str) -> str:
     """Ensure that `_SCHEMES` has ``name``, since Dynamo cannot make a scheme itself."""
     _SCHEMES.setdefault(name, get_scheme(name))
     return name

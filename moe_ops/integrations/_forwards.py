@@ -51,7 +51,7 @@ def moe_ops_experts(
         NotImplementedError: quantized weights of another kind; a backward pass through experts with
             an activation that this library does not have, and adapters of such experts.
     """
-    return _run(self, weights_of(self), hidden_states, top_k_index, top_k_weights, lora)
+    return _run_experts(self, weights_of(self), hidden_states, top_k_index, top_k_weights, lora)
 
 
 def moe_ops_fp8_experts(
@@ -92,9 +92,9 @@ def moe_ops_fp8_experts(
     if not _fp8.is_quantized(self):
         return moe_ops_experts(self, hidden_states, top_k_index, top_k_weights, lora)
     host = self.__dict__.get(HOST)
-    weights = _fp8.weights_of(self) if host is None else Weights(*host[1:])
+    weights = _fp8.fp8_weights(self) if host is None else Weights(*host[1:])
     if self.activation_scheme != "static" or weights.quant_config is None:
-        return _run(self, weights, hidden_states, top_k_index, top_k_weights, lora)
+        return _run_experts(self, weights, hidden_states, top_k_index, top_k_weights, lora)
     _refuse(lora, self, "static scales of activations")
     activation = activation_of(self)
     gate = self._apply_gate if self.has_gate else self.act_fn
@@ -112,7 +112,7 @@ def moe_ops_fp8_experts(
     )
 
 
-def _run(
+def _run_experts(
     experts: Any,
     weights: Weights,
     hidden_states: Tensor,

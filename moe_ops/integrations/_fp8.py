@@ -29,7 +29,7 @@ EXPONENTS = (torch.float8_e8m0fnu, torch.uint8)
 """Dtypes of scales that are powers of two."""
 
 
-class Blocks(NamedTuple):
+class ScaleLayout(NamedTuple):
     """The layout of the scales of a module's weights."""
 
     stored: int
@@ -49,7 +49,7 @@ def unsupported(experts: Any) -> str:
     """Say why this library does not run a quantized module; empty if it does."""
     if "parametrizations" in experts._modules:
         return "weights that PEFT adds adapters to (adapt(model) runs the adapters beside them)"
-    (w1, w1_scale), block = _first(experts), experts.block_size
+    (w1, w1_scale), block = _first_weight(experts), experts.block_size
     if w1.dtype == torch.int8:
         if w1_scale.dtype not in EXPONENTS:
             return f"fp4 weights with scales of {w1_scale.dtype} (scale_fmt='ue8m0' works)"
@@ -68,7 +68,7 @@ def unsupported(experts: Any) -> str:
     return ""
 
 
-def weights_of(experts: Any) -> Weights:
+def fp8_weights(experts: Any) -> Weights:
     """Return the weights of an ``FP8Experts`` module with their scales.
 
     Scales of activations are not powers of two even if the weights' scales are (e8m0), as in
@@ -83,7 +83,7 @@ def weights_of(experts: Any) -> Weights:
             f'experts_implementation="moe_ops" must have supported experts, got '
             f"{type(experts).__name__} with {reason}"
         )
-    (w1, w1_scale), (w2, w2_scale) = _first(experts), _second(experts)
+    (w1, w1_scale), (w2, w2_scale) = _first_weight(experts), _second(experts)
     if w1.dtype == torch.int8:  # already in the layout of kernels: even k in the low nibble
         scales = {"w1_scale": w1_scale.view(torch.uint8), "w2_scale": w2_scale.view(torch.uint8)}
         config = FusedMoEQuantConfig(scheme_named("mxfp4_w4a16"), **scales)
@@ -91,7 +91,7 @@ def weights_of(experts: Any) -> Weights:
     blocks = _blocks(experts)
     scheme = "fp8_channel"  # one scale per expert is the scale of each row
     if blocks is None:
-        blocks = Blocks(WHOLE, WHOLE, 1)
+        blocks = ScaleLayout(WHOLE, WHOLE, 1)
     else:
         rows, cols = blocks.used, experts.block_size[1]
         scheme = f"fp8_block{rows}" if rows == cols else f"fp8_block{rows}x{cols}"
@@ -155,7 +155,7 @@ STATIC = Quant(ELEMENTS["fp8"], Group(1, WHOLE), static=True)
 """A given scale for each row."""
 
 
-def _first(experts: Any) -> tuple[Tensor, Tensor]:
+def _first_weight(experts: Any) -> tuple[Tensor, Tensor]:
     if experts.has_gate:
         return experts.gate_up_proj, experts.gate_up_proj_scale_inv
     return experts.up_proj, experts.up_proj_scale_inv
@@ -165,7 +165,7 @@ def _second(experts: Any) -> tuple[Tensor, Tensor]:
     return experts.down_proj, experts.down_proj_scale_inv
 
 
-def _blocks(experts: Any) -> Blocks | None:
+def _blocks(experts: Any) -> ScaleLayout | None:
     """Return the layout of block scales; None: one scale per expert, or scales that do not fit.
 
     Gate and up are quantized separately. If gate rows do not fill their last block, the up rows'
@@ -174,17 +174,17 @@ def _blocks(experts: Any) -> Blocks | None:
     """
     if experts.block_size is None:
         return None
-    (w1, scale), rows = _first(experts), experts.block_size[0]
+    (w1, scale), rows = _first_weight(experts), experts.block_size[0]
     n, count = w1.shape[1], scale.shape[1]
     if count == -(-n // rows):
-        return Blocks(rows, rows, 1)
+        return ScaleLayout(rows, rows, 1)
     used = min(rows, (n // 2) & -(n // 2))
     if experts.has_gate and count == 2 * -(-(n // 2) // rows) and used >= 16:
-        return Blocks(rows, used, 2)
+        return ScaleLayout(rows, used, 2)
     return None
 
 
-def _scales(scale: Tensor, n: int, blocks: Blocks) -> Tensor:
+def _scales(scale: Tensor, n: int, blocks: ScaleLayout) -> Tensor:
     """Return the scales of a weight with ``n`` rows, one per block of the scheme; e8m0 as bytes."""
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)

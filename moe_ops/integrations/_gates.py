@@ -163,7 +163,7 @@ class _StandIn:
         return self._class.forward(self, *args)  # type: ignore[attr-defined]
 
 
-def _run(
+def _run_gate(
     gate: Callable[..., Tensor], number: Callable[[str], Any], inner: Inner | None, x: Tensor
 ) -> Tensor | None:
     """Run the gate on a stand-in; None if the gate needs more than the stand-in has."""
@@ -190,7 +190,7 @@ def _attributes_read(
         return 1.0 + read.index(path) / 4
 
     with _disable_current_modes(), torch.no_grad():
-        if _run(gate, number, inner, _probe([])) is None:
+        if _run_gate(gate, number, inner, _probe([])) is None:
             return None
     return tuple(read)
 
@@ -211,7 +211,7 @@ def _recognised(
     limits = sorted({number for number in numbers if isfinite(number) and number > 0})
     with _disable_current_modes(), torch.no_grad():
         probes = (_probe(limits), _probe(limits, MAGNITUDES))
-        expected = [_run(gate, attributes.__getitem__, inner, x) for x in probes]
+        expected = [_run_gate(gate, attributes.__getitem__, inner, x) for x in probes]
         for x, y in zip(probes, expected, strict=True):
             if not isinstance(y, Tensor) or y.shape != (x.shape[0], x.shape[1] // 2):
                 return None

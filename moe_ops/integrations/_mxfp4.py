@@ -82,7 +82,7 @@ def experts_forward(
     if "parametrizations" in self._modules:
         raise NotImplementedError(f"experts must have no adapters, got {NO_ADAPTERS}")
     host = self.__dict__.get(HOST)
-    w1, w2, b1, b2, config = weights_of(self) if host is None else Weights(*host[1:])
+    w1, w2, b1, b2, config = mxfp4_weights(self) if host is None else Weights(*host[1:])
     return fused_experts(
         hidden_states,
         w1,
@@ -97,7 +97,7 @@ def experts_forward(
     )
 
 
-def weights_of(experts: Any) -> Weights:
+def mxfp4_weights(experts: Any) -> Weights:
     """Return the weights of an adapted module."""
     config = FusedMoEQuantConfig(
         SCHEME, w1_scale=experts.gate_up_proj_scales, w2_scale=experts.down_proj_scales
@@ -160,12 +160,12 @@ def _converted(name: str, experts: Any) -> dict[str, Tensor]:
     sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
     tensors: dict[str, Tensor] = {}
     for key in NAMES:
-        data, scales = _fastest(*_stored(f"{name}.experts", experts, key, *sizes[key]))
+        data, scales = _fastest(*_stored_weight(f"{name}.experts", experts, key, *sizes[key]))
         tensors |= {key: data, f"{key}_scales": scales}
     return tensors
 
 
-def _stored(name: str, experts: Any, key: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+def _stored_weight(name: str, experts: Any, key: str, n: int, k: int) -> tuple[Tensor, Tensor]:
     """Return one weight as ``(E, N, K / 2)`` bytes, and its scales ``(E, N, K / 32)``."""
     weight = getattr(experts, key)
     if isinstance(weight, Tensor):

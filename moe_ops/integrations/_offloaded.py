@@ -48,7 +48,7 @@ class ExpertsOnHost(HostTarget):
         chosen = getattr(experts.config, "_experts_implementation", None)
         if chosen != NAME:
             return f'its experts_implementation is {chosen!r}, not "{NAME}"'
-        if any(map(_torchao.is_quantized, own)):
+        if any(map(_torchao.is_torchao_tensor, own)):
             return "its weights are torchao tensors (moe_ops.quantize_ makes others)"
         if _fp8.is_quantized(experts):
             static = experts.activation_scheme == "static" and "static activation scales"
@@ -124,8 +124,8 @@ FINDERS.append(modules_on_host)
 def _own(experts: Any) -> Weights:
     """Return a module's own weights, wherever they are."""
     if _mxfp4.is_experts(experts):
-        return _mxfp4.weights_of(experts)
-    return _fp8.weights_of(experts) if _fp8.is_quantized(experts) else own_weights(experts)
+        return _mxfp4.mxfp4_weights(experts)
+    return _fp8.fp8_weights(experts) if _fp8.is_quantized(experts) else own_weights(experts)
 
 
 def _expert_weights(own: Weights) -> ExpertWeights:

@@ -43,7 +43,7 @@ def wrappers_of(outer: Any) -> tuple[list[Any], Any]:
     return wrappers, outer
 
 
-def chosen(experts: Any) -> bool:
+def runs_this_library(experts: Any) -> bool:
     """Whether transformers' experts implementation is this library's."""
     return getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
 
@@ -71,7 +71,7 @@ def adaptation(name: str, outer: Any) -> Callable[[], None]:
             f"got {got}"
         )
     _check_weights(name, experts)
-    return partial(_adapt, outer, wrappers)
+    return partial(_adapt_wrappers, outer, wrappers)
 
 
 def _check_weights(name: str, experts: Any) -> None:
@@ -79,7 +79,7 @@ def _check_weights(name: str, experts: Any) -> None:
     if not _fp8.is_quantized(experts):
         weights_of(experts)
         return
-    _fp8.weights_of(experts)
+    _fp8.fp8_weights(experts)
     if experts.activation_scheme == "static" and experts.down_proj.dtype != torch.int8:
         raise NotImplementedError(
             f"{name} must have dynamic scales of activations for adapters, got static scales in "
@@ -87,7 +87,7 @@ def _check_weights(name: str, experts: Any) -> None:
         )
 
 
-def _adapt(outer: Any, wrappers: list[Any]) -> None:
+def _adapt_wrappers(outer: Any, wrappers: list[Any]) -> None:
     outer.forward = partial(_forward, outer)
     for wrapper in wrappers:
         for method in ("merge", "unmerge"):
@@ -97,7 +97,7 @@ def _adapt(outer: Any, wrappers: list[Any]) -> None:
 def _forward(outer: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The experts' forward with the active adapters of all wrappers."""
     wrappers, experts = wrappers_of(outer)
-    if not chosen(experts):
+    if not runs_this_library(experts):
         result: Tensor = type(outer).forward(outer, *args, **kwargs)
         return result
     if kwargs.get("adapter_names") is not None:
@@ -114,7 +114,7 @@ def _forward(outer: Any, *args: Any, **kwargs: Any) -> Tensor:
 def _change_weight(wrapper: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """PEFT's ``merge`` or ``unmerge``, which needs a weight that numbers can be added to."""
     experts = wrappers_of(wrapper)[1]
-    if is_quantized(experts):
+    if has_quantized_weights(experts):
         raise NotImplementedError(
             f"{method} must be called with weights that are not quantized, got quantized ones of "
             f"{type(experts).__name__}: merge into the model before moe_ops.quantize_, or leave "
@@ -123,7 +123,7 @@ def _change_weight(wrapper: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(type(wrapper), method)(wrapper, *args, **kwargs)
 
 
-def is_quantized(experts: Any) -> bool:
+def has_quantized_weights(experts: Any) -> bool:
     """Whether a module that this library runs has quantized weights of any kind."""
     if quantized_layer(experts) is not None or _fp8.is_quantized(experts):
         return True

@@ -17,7 +17,7 @@ from moe_ops.integrations._layers import NAME
 from moe_ops.integrations._saving import RECORD, read_record
 from moe_ops.loading.files import weight_map
 from moe_ops.loading.sources import INDEX
-from moe_ops.offload.model import counts_of, put_on_host
+from moe_ops.offload.model import put_on_host, resident_counts
 from moe_ops.offload.targets import FINDERS
 from moe_ops.quantization.chosen import found_in
 from moe_ops.residency import parse_amount
@@ -77,7 +77,7 @@ def from_pretrained(
         with by_expert(resident_experts, device):
             model = _loaded(path, auto_class, arguments)
         targets = list(found_in(model, FINDERS))
-        counts = counts_of(targets, "resident_experts", resident_experts)
+        counts = resident_counts(targets, "resident_experts", resident_experts)
         both = zip(targets, counts, strict=True)
         put_on_host(
             [pair for pair in both if pair[0].host_experts() is None], device, progress=True

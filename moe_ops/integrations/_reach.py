@@ -109,7 +109,7 @@ def _outer_reason(model: nn.Module, name: str, experts: Any) -> str:
             return f"not supported: {_mxfp4.NO_ADAPTERS}"
         block = model.get_submodule(name.rpartition(".")[0])
         return "" if _mxfp4.is_adapted(block) else _MXFP4
-    if outer is experts or _peft.is_adapted(outer) or not _peft.is_quantized(experts):
+    if outer is experts or _peft.is_adapted(outer) or not _peft.has_quantized_weights(experts):
         return ""
     return "PEFT's adapters cannot run beside quantized weights: adapt(model) runs them"
 
@@ -121,7 +121,7 @@ def unquantizable(module: Any) -> str:
     if not is_decorated(module):
         return "its class is not dispatched by transformers (no @use_experts_implementation)"
     parameters = list(module.parameters(recurse=False))
-    if _fp8.is_quantized(module) or any(map(_torchao.is_quantized, parameters)):
+    if _fp8.is_quantized(module) or any(map(_torchao.is_torchao_tensor, parameters)):
         return "its weights are quantized already"
     for parameter in parameters:
         if type(parameter) is not nn.Parameter or parameter.dtype not in checks.FLOATS:
@@ -136,9 +136,9 @@ def _weights_reason(module: Any) -> str:
         reason = _fp8.unsupported(module)
         return f"not supported: {reason}" if reason else ""
     weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-    if any(map(_torchao.is_quantized, weights)):
+    if any(map(_torchao.is_torchao_tensor, weights)):
         first = module.gate_up_proj if module.has_gate else module.up_proj
-        reason = _torchao.unsupported(first, module.down_proj, axes_of(module))
+        reason = _torchao.unsupported_pair(first, module.down_proj, axes_of(module))
         return f"not supported: {reason}" if reason else ""
     dtypes = {p.dtype for p in module.parameters(recurse=False)} - set(checks.FLOATS)
     if dtypes:

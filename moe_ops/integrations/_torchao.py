@@ -16,24 +16,24 @@ FLOAT8, MX, NVFP4 = "Float8Tensor", "MXTensor", "NVFP4Tensor"
 Axes = tuple[int, int, int]
 
 
-def is_quantized(weight: Any) -> bool:
+def is_torchao_tensor(weight: Any) -> bool:
     """Whether a weight is one of the torchao tensors that are known here."""
     return type(weight).__name__ in (FLOAT8, MX, NVFP4)
 
 
-def unsupported(w1: Any, w2: Any, axes: Axes) -> str:
+def unsupported_pair(w1: Any, w2: Any, axes: Axes) -> str:
     """Say why two weights, one or both of them quantized, are not supported; empty if they are."""
     for weight in (w1, w2):
-        if not is_quantized(weight):
+        if not is_torchao_tensor(weight):
             return f"a quantized weight beside one of {weight.dtype} (two of a kind work)"
         reason = _unsupported(weight, axes)
         if reason:
             return reason
-    first, second = scheme_of(w1, axes), scheme_of(w2, axes)
+    first, second = torchao_scheme(w1, axes), torchao_scheme(w2, axes)
     return "" if first == second else f"weights in {first} and {second} (two of a kind work)"
 
 
-def scheme_of(weight: Any, axes: Axes) -> str:
+def torchao_scheme(weight: Any, axes: Axes) -> str:
     """Return the name of the scheme in which a supported weight is stored.
 
     Activations are quantized if a Float8Tensor asks for it. With 4-bit weights activations are

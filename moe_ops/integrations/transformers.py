@@ -108,7 +108,7 @@ def _wrapper_steps(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]
         outermost = _peft.is_wrapper(module) and id(module) not in inner
         if outermost and not _peft.is_adapted(module):
             _, experts = _peft.wrappers_of(module)
-            if _peft.chosen(experts):
+            if _peft.runs_this_library(experts):
                 yield name, _peft.adaptation(name, module)
 
 

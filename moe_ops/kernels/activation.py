@@ -17,7 +17,7 @@ from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
 
 
-def constants(rule: Formula) -> dict:
+def activation_constants(rule: Formula) -> dict:
     """The constexpr arguments of a kernel that applies an activation."""
     return {
         "FUNCTION": rule.function,
@@ -180,14 +180,14 @@ def _activation_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _launch(activation: str, width: int) -> tuple[Launch, int]:
+def _activation_launch(activation: str, width: int) -> tuple[Launch, int]:
     """The kernel, and programs along a row."""
     rule, block = formula(activation), min(1024, next_power_of_2(width))
     kernel = Launch(
         _activation_kernel,
         GATED=rule.gated,
         INTERLEAVED=rule.interleaved,
-        **constants(rule),
+        **activation_constants(rule),
         BLOCK=block,
     )
     return kernel, cdiv(width, block)
@@ -199,7 +199,7 @@ def activation(x: Tensor, activation: str) -> Tensor:
     rows, width = out.shape
     if out.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
-        kernel, pieces = _launch(activation, width)
+        kernel, pieces = _activation_launch(activation, width)
         kernel((rows, pieces), x, out, x.stride(0), width)
     return out
 
@@ -253,7 +253,7 @@ def _backward_launch(activation: str, width: int) -> Launch:
         WIDTH=width,
         GATED=rule.gated,
         INTERLEAVED=rule.interleaved,
-        **constants(rule),
+        **activation_constants(rule),
         BLOCK=min(1024, next_power_of_2(width)),
     )
 

@@ -20,7 +20,7 @@ from moe_ops.fake_impls.batched import batched_dispatch as empty_dispatched
 from moe_ops.fake_impls.batched import batched_quantize as empty_quantized
 from moe_ops.fake_impls.batched import batched_rows as empty_places
 from moe_ops.fake_impls.batched import check_room
-from moe_ops.kernels._quantize.rows import Rows, load_values, readable, row_constants
+from moe_ops.kernels._quantize.rows import RowSource, load_values, readable, row_constants
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import next_power_of_2
@@ -108,7 +108,7 @@ def _copy_launch(source: tuple, width: int) -> tuple[Launch, int]:
     return kernel, cdiv(width, block)
 
 
-def _copy_rows(rows: Rows, out: Tensor) -> None:
+def _copy_rows(rows: RowSource, out: Tensor) -> None:
     experts, count, width = rows.shape
     if out.numel():
         kernel, pieces = _copy_launch(rows.constants(), width)
@@ -136,7 +136,7 @@ def batched_dispatch(
     _find_places(
         topk_ids, first_expert, num_local_experts, max_num_tokens, slots, None, counts, num_dropped
     )
-    rows = Rows(
+    rows = RowSource(
         x,
         shape_of_values(out, quant),
         slots=slots,
@@ -154,7 +154,7 @@ def batched_dispatch(
 def batched_activation(x: Tensor, expert_num_tokens: Tensor, activation: str) -> Tensor:
     """Launch one program per piece of a row."""
     out = empty_activated(x, expert_num_tokens, activation)
-    _copy_rows(Rows(x, out.shape, activation, counts=expert_num_tokens), out)
+    _copy_rows(RowSource(x, out.shape, activation, counts=expert_num_tokens), out)
     return out
 
 
@@ -163,7 +163,7 @@ def batched_quantize(
 ) -> tuple[Tensor, Tensor]:
     """One launch; two if an expert's rows share a scale that comes from the data."""
     out = empty_quantized(x, scale, expert_num_tokens, quant)
-    rows = Rows(x, shape_of_values(out[0], quant), counts=expert_num_tokens)
+    rows = RowSource(x, shape_of_values(out[0], quant), counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
     return out
 
@@ -173,6 +173,6 @@ def batched_activation_quantize(
 ) -> tuple[Tensor, Tensor]:
     """One launch; two if an expert's rows share a scale that comes from the data."""
     out = empty_activated_quantized(x, scale, expert_num_tokens, activation, quant)
-    rows = Rows(x, shape_of_values(out[0], quant), activation, counts=expert_num_tokens)
+    rows = RowSource(x, shape_of_values(out[0], quant), activation, counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
     return out

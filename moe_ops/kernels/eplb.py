@@ -67,7 +67,7 @@ def _eplb_map_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _launch(top_k: int) -> Launch:
+def _eplb_map_launch(top_k: int) -> Launch:
     return Launch(_eplb_map_kernel, TOP_K=top_k, BLOCK=BLOCK, num_warps=4)
 
 
@@ -90,7 +90,7 @@ def eplb_map_to_physical_and_record(
     num_slots = topk_ids.numel()
     if num_slots:
         num_experts, max_replicas = logical_to_physical_map.shape
-        _launch(topk_ids.shape[1])(
+        _eplb_map_launch(topk_ids.shape[1])(
             (cdiv(num_slots, BLOCK),),
             topk_ids.contiguous(),
             expert_load_view,

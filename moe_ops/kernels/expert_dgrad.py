@@ -31,9 +31,9 @@ from moe_ops.kernels._gemm.unpack import plain_data
 from moe_ops.kernels._gemm.weight_only import (
     Variant,
     as_bytes,
-    entries,
     load_zero_points,
     per_row,
+    stored_entries,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
@@ -97,7 +97,7 @@ def dgrad_tiles(tile: int, itemsize: int) -> TileConfig:
 
 
 @lru_cache(maxsize=1024)
-def _launch(n: int, k: int, top_k: int, form: Format, tiles: TileConfig) -> Launch:
+def _dgrad_launch(n: int, k: int, top_k: int, form: Format, tiles: TileConfig) -> Launch:
     return Launch(_expert_dgrad_kernel, N=n, K=k, TOP_K=top_k, FORMAT=form, **tiles.constants())
 
 
@@ -129,13 +129,13 @@ def expert_dgrad(
     if not direct and sizes.block_m != tile:
         plan = split_tiles(told[0], num_slots, num_experts, rule, sizes.block_m)
         told = (plan, *told[1:-1], plan.shape[0])
-    w = entries(w, parsed.weight)
+    w = stored_entries(w, parsed.weight)
     halves = 1 if w_global_scale is None else w_global_scale.numel() // num_experts
     shares = rows_per_scale(w_scale, parsed.weight, n), n // halves
     variant = Variant(n, k, top_k, parsed, "", *shares, w.dtype == torch.uint16, False)
     blocks = tile // sizes.block_m * cdiv(k, sizes.block_k)
     programs = max_row_tiles(num_slots, num_experts, tile) * blocks
-    _launch(n, k, top_k, variant.weight_format(sizes), sizes)(
+    _dgrad_launch(n, k, top_k, variant.weight_format(sizes), sizes)(
         (programs,), a.contiguous(), w, as_bytes(dense(w_scale)), dense(w_zero_point),
         dense(w_global_scale), out, *told, *w.stride(),
     )  # fmt: skip

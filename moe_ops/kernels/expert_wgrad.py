@@ -24,7 +24,7 @@ from moe_ops.fake_impls.expert_wgrad import expert_wgrad as empty_weights
 from moe_ops.fake_impls.expert_wgrad import expert_wgrad_out as check_gradients
 from moe_ops.fake_impls.expert_wgrad import slot_products as empty_products
 from moe_ops.kernels._gemm.tile import COUNTED, add_dot, columns_of, planned_tiles, tile_arguments
-from moe_ops.kernels._hopper.weight_gradient import STEP_ROWS, Constants
+from moe_ops.kernels._hopper.weight_gradient import STEP_ROWS, WeightGradientConstants
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import (
@@ -193,7 +193,7 @@ def _hopper_launches(
     n: int, k: int, top_k: tuple[int, int], tile: int, adds: bool
 ) -> tuple[Launch, Launch]:
     """The kernel that finds the rows of each expert, and the one that multiplies them."""
-    constants = Constants(
+    constants = WeightGradientConstants(
         n, k, *top_k, *WGRAD_BLOCKS, GROUP_N=WGRAD_BAND, STAGES=WGRAD_STAGES, ADDS=adds
     )
     spans = Launch(_expert_spans_kernel, TILE=tile, STEP=STEP_ROWS.value)

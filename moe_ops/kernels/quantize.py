@@ -17,9 +17,9 @@ from moe_ops.fake_impls.quantize import activation_quantize as empty_activated
 from moe_ops.fake_impls.quantize import moe_quantize as empty_rows
 from moe_ops.kernels._quantize.kernels import Split, amax_kernel, quantize_kernel, scaled_kernel
 from moe_ops.kernels._quantize.rounding import rule_of
-from moe_ops.kernels._quantize.rows import Rows, row_constants
+from moe_ops.kernels._quantize.rows import RowSource, row_constants
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense, next_power_of_2, parts_of
+from moe_ops.kernels._runtime.slots import dense, next_power_of_2, row_parts
 from moe_ops.scheme import WHOLE, Quant, parse_quant, rounding
 
 TILE, EACH = 2048, 16
@@ -34,7 +34,7 @@ def _quantize_launch(source: tuple, quant: str, width: int) -> tuple[Launch, Spl
     rule = parse_quant(quant)
     cols, parts = rule.group.cols, 1
     if cols == WHOLE:
-        cols, parts = parts_of(width)
+        cols, parts = row_parts(width)
     # With several parts a thread takes half as much of each: one load.
     count = max(1, TILE // cols // min(parts, 2))
     split = Split(cdiv(width, cols * parts), count, cols, parts)
@@ -80,7 +80,9 @@ def warps(block: int) -> int:
     return max(1, min(16, block // 256))
 
 
-def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tensor, ...]) -> None:
+def quantize_rows(
+    rows: RowSource, scale: Tensor | None, quant: str, out: tuple[Tensor, ...]
+) -> None:
     """Write the quantized rows and their scales."""
     (experts, count, width), rule = rows.shape, parse_quant(quant)
     q, row_scale = out
@@ -93,7 +95,7 @@ def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tenso
         grid = (cdiv(count * split.pieces, split.count), experts)
         kernel(grid, *rows.arguments(), dense(scale), q, row_scale, count)
         return
-    scales, partials = _given(rows, scale) if scale is not None else _partial_maxima(rows)
+    scales, partials = _static_scale(rows, scale) if scale is not None else _partial_maxima(rows)
     kernel, split = _scaled_launch(rows.constants(), quant, width, partials)
     grid = (cdiv(count * split.pieces, split.count), experts)
     kernel(grid, *rows.arguments(), *scales, q, row_scale, count)
@@ -113,7 +115,7 @@ def _scale_nothing(scale: Tensor | None, quant: Quant, out: Tensor) -> None:
         out.copy_(scale.reshape((-1,) + (1,) * (out.dim() - 1)))
 
 
-def _given(rows: Rows, scale: Tensor) -> tuple[tuple[Any, ...], None]:
+def _static_scale(rows: RowSource, scale: Tensor) -> tuple[tuple[Any, ...], None]:
     """The given scales with the strides from expert to expert and from row to row."""
     experts, count, _ = rows.shape
     if scale.numel() == 1:
@@ -123,7 +125,7 @@ def _given(rows: Rows, scale: Tensor) -> tuple[tuple[Any, ...], None]:
     return (scale.contiguous(), *strides), None
 
 
-def _partial_maxima(rows: Rows) -> tuple[tuple[Any, ...], int]:
+def _partial_maxima(rows: RowSource) -> tuple[tuple[Any, ...], int]:
     """Launch the search for partial maxima: the bits found, and the most partials per expert."""
     experts, count, width = rows.shape
     most = max(FEWEST_PARTIALS, PARTIALS // next_power_of_2(experts))
@@ -144,7 +146,7 @@ def moe_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize rows: one launch, or two if all rows share a scale from the data."""
     out = empty_rows(x, scale, topk_weights, topk_ids, expert_map, num_local_experts, quant)
-    rows = Rows(
+    rows = RowSource(
         x,
         (1, *shape_of_values(out[0], quant)),
         topk_weights=topk_weights,
@@ -166,7 +168,7 @@ def wide_rows(
 ) -> tuple[Tensor, Tensor]:
     """`moe_quantize` with scales from the data, with the fp8 numbers held in bf16: one launch."""
     slots = (topk_ids, expert_map, num_local_experts)
-    rows = Rows(x, (1, *x.shape), None, None, None, 1, *slots)
+    rows = RowSource(x, (1, *x.shape), None, None, None, 1, *slots)
     scale = x.new_empty(quant.row_scale_shape(*x.shape), dtype=quant.scale_dtype)
     out = x.new_empty(x.shape, dtype=torch.bfloat16), scale
     quantize_rows(rows, None, quant.key, out)
@@ -184,7 +186,7 @@ def activation_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Apply the activation and quantize: one launch, or two if all rows share a scale from data."""
     out = empty_activated(x, scale, topk_ids, expert_map, num_local_experts, activation, quant)
-    rows = Rows(
+    rows = RowSource(
         x,
         (1, *shape_of_values(out[0], quant)),
         activation,

@@ -317,7 +317,7 @@ def _make_resident_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def _make_resident_launch(
     num_experts: int, num_slots: int, most: int, table_rows: int, few: bool, row_tile: int
 ) -> Launch:
     at, wide = StateLayout(num_experts, num_slots), next_power_of_2(num_experts)
@@ -396,7 +396,7 @@ def make_resident(
     programs = max(1, min(PROGRAMS // weights, units))
     few, rows, entries = num_ids <= FEW_IDS, table.shape[1], 0 if plan is None else plan.shape[0]
     num_global = map_size(expert_map, owner.num_experts)
-    _launch(owner.num_experts, owner.num_slots, most, rows, few, row_tile)(
+    _make_resident_launch(owner.num_experts, owner.num_slots, most, rows, few, row_tile)(
         (programs, weights), topk_ids, expert_map, plan, maps[0], plans[0], maps[1], plans[1],
         table, state, num_ids, num_global, entries, wave,
     )  # fmt: skip

@@ -306,7 +306,7 @@ def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tenso
 
 
 @lru_cache(maxsize=1024)
-def _backward_launch(
+def _topk_backward_launch(
     num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
 ) -> Launch:
     return Launch(
@@ -331,7 +331,7 @@ def topk_backward(
     tokens, num_experts = gating_output.shape
     if tokens:
         logits = by_rows(gating_output)
-        _backward_launch(num_experts, topk_ids.shape[1], *weighing)(
+        _topk_backward_launch(num_experts, topk_ids.shape[1], *weighing)(
             (tokens,), grad.contiguous(), logits, dense(topk_ids), out, logits.stride(0),
             num_experts
         )  # fmt: skip

@@ -39,13 +39,13 @@ from moe_ops.kernels._symmetric.flags import (
     window_for,
 )
 from moe_ops.kernels._symmetric.rows import (
-    quantized,
+    quantized_row,
     row_of,
+    row_warps,
     send_launch,
     store_row,
     store_slots,
     travel_of,
-    warps,
 )
 from moe_ops.kernels._symmetric.sums import (
     PACE,
@@ -113,7 +113,7 @@ def _send_kernel(
         routed = tl.max(home, 0) >= 0
         ids = tl.where(home >= 0, ids, -1).to(tl.int32)
         if RULE is not None:
-            value, own = quantized(value, scale, RULE, GIVEN)
+            value, own = quantized_row(value, scale, RULE, GIVEN)
         elif SCALES > 0:
             here = routed & (group < SCALES)
             own = tl.load(scale + token.to(tl.int64) * SCALES + group, mask=here, other=0)
@@ -234,7 +234,7 @@ def symmetric_send(
     own = None if scale is None else (1 if quant else scale.shape[1], scale.dtype)
     travel = travel_of(x.shape[1], x.dtype, quant, own, on_input)
     where = windows.rank, windows.layout
-    kernel = send_launch(_send_kernel, where, top_k, travel, warps(travel.width))
+    kernel = send_launch(_send_kernel, where, top_k, travel, row_warps(travel.width))
     kernel(
         (programs_of(rows_per_rank),),
         x.contiguous(),

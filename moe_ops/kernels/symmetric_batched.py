@@ -26,13 +26,13 @@ from moe_ops.kernels._symmetric.flags import (
     window_for,
 )
 from moe_ops.kernels._symmetric.rows import (
-    quantized,
+    quantized_row,
     row_of,
+    row_warps,
     send_launch,
     store_row,
     store_slots,
     travel_of,
-    warps,
 )
 from moe_ops.windows import programs_of, windows_of
 
@@ -91,7 +91,7 @@ def _places(all_ids, ids, first, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _count(all_ids, expert, num_slots):
+def _count_slots(all_ids, expert, num_slots):
     """Number of slots of an expert."""
     count = tl.zeros((IDS,), dtype=tl.int32)
     for at in range(0, num_slots, IDS):
@@ -133,7 +133,7 @@ def _send_rows(
             weight = tl.load(topk_weights + token * TOP_K + j).to(tl.float32)
             stored = value.to(tl.float32) * weight
         if RULE is not None:
-            stored, own = quantized(stored, scale, RULE, GIVEN)
+            stored, own = quantized_row(stored, scale, RULE, GIVEN)
         base = tl.load(peers + tl.maximum(rank, 0))
         rows = part_of(base, AT.rows, ROW_TYPE)
         store_row(rows, row, stored, rank >= 0, WIDTH, RULE)
@@ -155,7 +155,7 @@ def _local_facts(
     for i in range(0, (num_local_experts - program + step - 1) // step):
         row = program + i * step
         expert = tl.load(held + row)
-        count = tl.where(expert >= 0, _count(all_ids, expert, room * TOP_K), 0)
+        count = tl.where(expert >= 0, _count_slots(all_ids, expert, room * TOP_K), 0)
         tl.store(counts + row, tl.minimum(count, room))
         tl.store(dropped + row, tl.maximum(count - room, 0))
         if row_scale is not None:
@@ -239,7 +239,7 @@ def symmetric_send_batched(
     rows, row_scale, weights, _ = windows.arrived(rows, row_scale, top_k, quant)
     own = None if scale is None else (1, scale.dtype)
     travel = travel_of(x.shape[1], x.dtype, quant, own, on_input)
-    where, num_warps = (windows.rank, windows.layout), max(4, warps(travel.width))
+    where, num_warps = (windows.rank, windows.layout), max(4, row_warps(travel.width))
     kernel = send_launch(_send_batched_kernel, where, top_k, travel, num_warps)
     kernel(
         (programs_of(rows_per_rank),),

@@ -46,7 +46,7 @@ def _mul_sum_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _launch(k: int, width: int) -> tuple[Launch, int]:
+def _reduce_launch(k: int, width: int) -> tuple[Launch, int]:
     """The kernel, and programs along a row."""
     block = min(1024, next_power_of_2(width))
     return Launch(_mul_sum_kernel, TOP_K=k, BLOCK=block), cdiv(width, block)
@@ -69,7 +69,7 @@ def moe_fused_mul_sum_out(
     *slots, width = inputs.shape
     tokens, k = slots if topk_ids is None else topk_ids.shape
     if out.numel():
-        kernel, pieces = _launch(k, width)
+        kernel, pieces = _reduce_launch(k, width)
         kernel(
             (tokens, pieces),
             inputs.contiguous(),

@@ -162,7 +162,7 @@ def _load(
     placing.layout = layout_of(
         opened.folder, names, quant, placing.layout, quantize=placing.quantize
     )
-    ignored = _read(opened, placing, prefix)
+    ignored = _place_tensors(opened, placing, prefix)
     placing.finish()
     report = LoadReport(*map(tuple, placing.report()))
     if strict and not report.is_complete:
@@ -187,7 +187,7 @@ def _load(
         _keep_missing(layer, stage, placing)
     else:
         stage = layer.quant_method.finished(stage)
-    _commit(layer, _in_forms_of(layer, stage))
+    _overwrite_all(layer, _in_forms_of(layer, stage))
     for buffer, x in placing.router.values.items():
         getattr(layer, buffer).copy_(x)
     if lacks_weights:
@@ -228,7 +228,7 @@ def _after_block(prefix: str, name: str) -> str:
     return name[len(module + dot) :]
 
 
-def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
+def _place_tensors(opened: Opened, placing: Placing, prefix: str) -> list[str]:
     """Place the wanted tensors; return the names of the others."""
     ignored, parent = [], parent_of(prefix) or ""
     for entry in opened.entries:
@@ -285,7 +285,7 @@ def _keep_missing(layer: FusedMoE, stage: Stage, placing: Placing) -> None:
             stage.part(new, spec, missing.shard).copy_(stage.part(old, spec, missing.shard))
 
 
-def _commit(layer: FusedMoE, stage: Stage) -> None:
+def _overwrite_all(layer: FusedMoE, stage: Stage) -> None:
     """Overwrite the parameters in place, so that captured graphs read the new values."""
     held, new_sizes = layer.state, stage.state.sizes
     if held.sizes != new_sizes and held.kernel is not None:

@@ -26,7 +26,7 @@ from moe_ops.layer.methods import (
 from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.rank_checks import (
-    check_call,
+    check_rank_call,
     compare_ranks,
     counts_of_ranks,
     option_facts,
@@ -252,7 +252,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
 
     def _check_ranks(self, tokens: Tensor) -> None:
         """Check a call of a layer over several ranks: see `moe_ops.layer.rank_checks`."""
-        check_call(self, tokens)
+        check_rank_call(self, tokens)
         if self.exchanges_tokens:
             kernel = self.kernel
             if kernel is not None and not kernel.output_is_reduced():

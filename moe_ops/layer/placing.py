@@ -13,13 +13,18 @@ from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.router_tensors import RouterTensors
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import PLAIN
-from moe_ops.layer.state_dict import STATE, stored_as
+from moe_ops.layer.state_dict import STATE, parse_stored_as
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
-from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized
+from moe_ops.loading.derived import (
+    channel_scales,
+    has_plain_scales,
+    kinds_of,
+    quantized_projections,
+)
 from moe_ops.loading.names import SUFFIX, CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
-from moe_ops.loading.split import halves, shared_part
+from moe_ops.loading.split import shared_part, split_gate_and_up
 from moe_ops.loading.stored import Form, PlainWeightError, canonical, check_symmetric
 from moe_ops.loading.transposed import matrix_shape, may_be_transposed
 
@@ -331,7 +336,7 @@ class Placing:
             shard: shared_part(part, "weight", shard, share, width, None).to(sizes.dtype)
             for shard, part in self._shards(x, piece, form)
         }
-        for shard, kind, suffix, part in quantized(whole, scheme, sizes.interleaved):
+        for shard, kind, suffix, part in quantized_projections(whole, scheme, sizes.interleaved):
             spec = self._spec(piece._replace(kind=kind))
             if spec is not None:
                 form = self.stage.form(spec, shard, self.layout)
@@ -357,7 +362,7 @@ class Placing:
         if interleaved is None:
             interleaved = self.state.sizes.interleaved
         if piece.shard == "w13":
-            return zip(("w1", "w3"), halves(piece, x, form, interleaved), strict=True)
+            return zip(("w1", "w3"), split_gate_and_up(piece, x, form, interleaved), strict=True)
         return iter([(piece.shard, canonical(piece.kind, x, piece.suffix, form))])
 
     def _copy(self, kind: str, shard: str, x: Tensor, expert: int) -> None:
@@ -380,7 +385,7 @@ class Placing:
         interleaved = self.layout.interleaved
         if interleaved is None:
             interleaved = self.state.sizes.interleaved
-        stored = stored_as(entry.read())
+        stored = parse_stored_as(entry.read())
         problem = stored.differs_from(quant, interleaved=interleaved)
         saved = None if self.quantize else self.saved.scheme.weight
         self.is_saved = stored.differs_from(saved, interleaved=interleaved) is None

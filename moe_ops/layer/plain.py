@@ -60,10 +60,10 @@ class PlainExperts(NamedTuple):
                 }
                 for suffix, x in tensors.items():
                     if x is not None:
-                        yield _entry(f"experts.{expert}.{name}.{suffix}", x)
+                        yield _tensor_entry(f"experts.{expert}.{name}.{suffix}", x)
 
 
-def _entry(name: str, x: Tensor) -> Entry:
+def _tensor_entry(name: str, x: Tensor) -> Entry:
     return Entry(name, lambda: x)
 
 

@@ -65,7 +65,7 @@ def rank_group_of(parallel: FusedMoEParallelConfig, options: FusedMoEOptions) ->
     return ranks
 
 
-def check_call(layer: ExpertLayer, tokens: Tensor) -> None:
+def check_rank_call(layer: ExpertLayer, tokens: Tensor) -> None:
     """Check an eager call of a layer over several ranks; all but the first one cost nothing.
 
     Raises:

@@ -24,7 +24,7 @@ from torch import Tensor
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 
 
-class Piece(NamedTuple):
+class RankPiece(NamedTuple):
     """A box of a rank's tensor, and where it lies in the whole layer's tensor."""
 
     start: tuple[int, ...]
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     """Its first entry in the whole layer's tensor."""
     sizes: tuple[int, ...]
 
-    def within(self, start: Sequence[int], sizes: Sequence[int]) -> Piece | None:
+    def within(self, start: Sequence[int], sizes: Sequence[int]) -> RankPiece | None:
         """Return the part that lies in a box of the rank's tensor; None: no part does."""
         first = tuple(map(max, self.start, start))
         boxes = zip(self.start, self.sizes, start, sizes, first, strict=True)
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
         if min(lengths) <= 0:
             return None
         moved = tuple(at - old for at, old in zip(first, self.start, strict=True))
-        return Piece(
+        return RankPiece(
             tuple(at - old for at, old in zip(first, start, strict=True)),
             tuple(offset + by for offset, by in zip(self.offsets, moved, strict=True)),
             lengths,
@@ -56,7 +56,7 @@ class RankTensor(Tensor):
 
     global_shape: torch.Size
     """Shape of the tensor of the layer on one rank."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RankPiece, ...]
     refusal: str = ""
     """Why `torch.distributed.checkpoint` cannot have it; empty: it can."""
     restored: Callable[[Tensor], Tensor] | None = None
@@ -131,7 +131,7 @@ _COPIES = {Tensor.clone, Tensor.detach, Tensor.to, Tensor.cpu, Tensor.cuda, Tens
 
 
 def rank_tensor(
-    x: Any, global_shape: Sequence[int], pieces: Sequence[Piece], refusal: str = ""
+    x: Any, global_shape: Sequence[int], pieces: Sequence[RankPiece], refusal: str = ""
 ) -> RankTensor:
     """Return a tensor, or the local tensor of a DTensor, that knows its place."""
     restored = None

@@ -26,7 +26,7 @@ class LogitsBiasError(ValueError):
     """A tensor that could be a correction bias, and is a bias of the gate's logits."""
 
 
-class Candidate(NamedTuple):
+class BufferSource(NamedTuple):
     """A tensor of a checkpoint that may fill a buffer."""
 
     entry: Entry
@@ -49,7 +49,7 @@ class RouterTensors:
 
     def __init__(self, layer: ExpertLayer) -> None:
         self._layer = layer
-        self._found: dict[str, list[Candidate]] = {
+        self._found: dict[str, list[BufferSource]] = {
             name: [] for name in ROUTER_TENSORS if getattr(layer, name) is not None
         }
         self.values: dict[str, Tensor] = {}
@@ -64,16 +64,16 @@ class RouterTensors:
         """Note a tensor by its name after the prefix; return whether it is for a buffer."""
         tensor = self.takes(relative)
         if tensor is not None:
-            self._found[tensor.buffer].append(Candidate(entry, tensor, is_beside))
+            self._found[tensor.buffer].append(BufferSource(entry, tensor, is_beside))
         return tensor is not None
 
-    def nearest(self) -> Iterator[list[Candidate]]:
+    def nearest(self) -> Iterator[list[BufferSource]]:
         """Yield the candidates of the best rank for each buffer that has any, in their order."""
         for candidates in filter(None, self._found.values()):
             best = min(candidate.rank for candidate in candidates)
             yield [candidate for candidate in candidates if candidate.rank == best]
 
-    def read(self, candidate: Candidate) -> None:
+    def read(self, candidate: BufferSource) -> None:
         """Read a tensor into `values`.
 
         Raises:
@@ -85,7 +85,7 @@ class RouterTensors:
         if candidate.tensor.is_gate_bias:
             self._check_gate_bias(x)
         held = getattr(self._layer, buffer)
-        take = {"hash_indices_table": _table, SHARED_GATE: _gate}.get(buffer, _bias)
+        take = {"hash_indices_table": _table, SHARED_GATE: _gate}.get(buffer, _correction_bias)
         self.values[buffer] = take(x, held)
 
     def missing(self) -> list[str]:
@@ -112,7 +112,7 @@ class RouterTensors:
             )
 
 
-def _bias(x: Tensor, held: Tensor) -> Tensor:
+def _correction_bias(x: Tensor, held: Tensor) -> Tensor:
     """Return a correction bias ``(E,)``, which Ernie stores as ``(1, E)``."""
     if x.dim() == 2 and x.shape[0] == 1:
         x = x[0]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.layer.rank_tensor import Piece, RankTensor
+from moe_ops.layer.rank_tensor import RankPiece, RankTensor
 from moe_ops.layer.state import LayerState, short
 
 WHOLE_EXPERTS = (0, 1)
@@ -40,7 +40,7 @@ def rank_state(entry: Tensor, whole: Tensor, refusal: str) -> RankState:
     """Return the entry of a rank, which knows that of the whole layer."""
     state = entry.as_subclass(RankState)
     state.global_shape, state.whole, state.refusal = whole.shape, whole, refusal
-    state.pieces = (Piece((0,), (0,), tuple(whole.shape)),)
+    state.pieces = (RankPiece((0,), (0,), tuple(whole.shape)),)
     return state
 
 

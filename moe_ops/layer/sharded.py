@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.partition import LayerSizes
-from moe_ops.layer.rank_tensor import Piece, RankTensor, rank_tensor
+from moe_ops.layer.rank_tensor import RankPiece, RankTensor, rank_tensor
 from moe_ops.layer.state import PLAIN, LayerState
 
 
@@ -38,7 +38,7 @@ def rank_tensors(layer: ExpertLayer, tensors: Mapping[str, Tensor]) -> dict[str,
         tensors: parameters, or tensors of their shapes, such as an optimizer's.
     """
     state, refusal = layer.state, refusal_of(layer)
-    sizes, rows, parallel = state.sizes, _rows(state), state.parallel
+    sizes, rows, parallel = state.sizes, _row_spans(state), state.parallel
     own, whole = parameter_specs(sizes), parameter_specs(whole_sizes(state))
     cut = parameter_specs(replace(sizes, intermediate_size=2 * sizes.intermediate_size))
     experts = len(state.placement.rows)
@@ -51,7 +51,7 @@ def rank_tensors(layer: ExpertLayer, tensors: Mapping[str, Tensor]) -> dict[str,
             shape = whole[name].shape
             for axis in range(1, x.dim()):
                 if own[name].shape[axis] != cut[name].shape[axis]:
-                    axes[axis] = _parts(state, own[name], axis, shape[axis])
+                    axes[axis] = _axis_parts(state, own[name], axis, shape[axis])
             if name == "w2_bias" and parallel.tp_rank:
                 axes[0] = []  # the first rank alone adds it
         placed[name] = rank_tensor(x, shape, [*_boxes(axes)], refusal)
@@ -82,7 +82,7 @@ def refusal_of(layer: ExpertLayer) -> str:
     return ""
 
 
-def _rows(state: LayerState) -> list[Span]:
+def _row_spans(state: LayerState) -> list[Span]:
     """Return which experts the rows hold; replicas of an expert are spans of one row each."""
     experts, spans = state.held_placement().experts, list[Span]()
     merges = len(state.placement.row) == len(state.placement.rows)
@@ -95,7 +95,7 @@ def _rows(state: LayerState) -> list[Span]:
     return spans
 
 
-def _parts(state: LayerState, spec: ParameterSpec, axis: int, whole: int) -> list[Span]:
+def _axis_parts(state: LayerState, spec: ParameterSpec, axis: int, whole: int) -> list[Span]:
     """Return this rank's part of an axis that ranks share; gate and up rows have one part each."""
     rank, sizes = state.parallel.tp_rank, state.sizes
     halves = 2 if spec.is_w13 and sizes.gated and not sizes.interleaved else 1
@@ -108,9 +108,9 @@ def _parts(state: LayerState, spec: ParameterSpec, axis: int, whole: int) -> lis
     ]
 
 
-def _boxes(axes: list[list[Span]]) -> Iterator[Piece]:
+def _boxes(axes: list[list[Span]]) -> Iterator[RankPiece]:
     for spans in product(*axes):
-        yield Piece(*zip(*spans, strict=True))
+        yield RankPiece(*zip(*spans, strict=True))
 
 
 def sharded_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,10 @@ class KeepsStateDict(ExpertLayer):
         forms = {*self.state.forms.values()} - {PLAIN}
         if forms:  # of one weight, or of both
             entries["form"] = min(forms)
-        entry = _entry(entries | RankPart.of(self.state).entries())
-        return rank_state(entry, _entry(entries), refusal_of(self)) if self.is_spread else entry
+        entry = _json_tensor(entries | RankPart.of(self.state).entries())
+        return (
+            rank_state(entry, _json_tensor(entries), refusal_of(self)) if self.is_spread else entry
+        )
 
     def set_extra_state(self, state: Any) -> None:
         """Compare the form in a state dict with the layer's; nothing is stored.
@@ -64,7 +66,7 @@ class KeepsStateDict(ExpertLayer):
         if isinstance(state, Tensor) and state.is_meta:
             return  # has no content
         for entry in (state, getattr(state, "whole", state)):  # loaded with a whole layer's tensors
-            problem = stored_as(entry).differs_from(
+            problem = parse_stored_as(entry).differs_from(
                 self.sizes.plain.scheme.weight, interleaved=self.sizes.interleaved
             )
             if problem:
@@ -131,7 +133,7 @@ class KeepsStateDict(ExpertLayer):
                 experts, have other numbers of rows than named experts, or replicas that differ.
         """
         named = isinstance(saved, Tensor) and not saved.is_meta
-        stored = stored_as(saved).rank if named else RankPart()
+        stored = parse_stored_as(saved).rank if named else RankPart()
         stored.check_fits(self.state)
         names = {*parameter_specs(self.sizes), "w13_input_order"}
         names |= {name for which in WEIGHTS for name in form_names(which)}
@@ -190,7 +192,7 @@ class KeepsStateDict(ExpertLayer):
         return order.int()
 
 
-def _entry(entries: dict[str, Any]) -> Tensor:
+def _json_tensor(entries: dict[str, Any]) -> Tensor:
     return torch.tensor(list(json.dumps(entries).encode()), dtype=torch.uint8, device="cpu")
 
 
@@ -240,7 +242,7 @@ def _numbers(key: str | None, wanted: Quant | None) -> str | None:
     return key.replace(":pow2", ":float32")
 
 
-def stored_as(state: Any) -> StoredAs:
+def parse_stored_as(state: Any) -> StoredAs:
     """Parse an ``_extra_state`` entry.
 
     Raises:

@@ -128,7 +128,7 @@ def stored_projection(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> 
         n, data = tensors["weight"].shape[0], entries.pop("weight").view(torch.uint8)
         if weight.element.name == "int8":
             data = data ^ 128  # the offset of unsigned codes
-        entries["weight_packed"] = _words(data)
+        entries["weight_packed"] = _as_words(data)
         entries["weight_shape"] = torch.tensor([n, k])
         if "zero_point" in tensors:
             entries["weight_zero_point"] = _packed_rows(tensors["zero_point"], weight.element.bits)
@@ -153,7 +153,7 @@ def stored_projection(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> 
     return entries
 
 
-def _words(data: Tensor) -> Tensor:
+def _as_words(data: Tensor) -> Tensor:
     """Bytes ``(N, B)`` as int32 words, the lowest bits first; a view if memory allows."""
     lacking = -data.shape[1] % 4
     whole = (pad(data, (0, lacking)) if lacking else data).flatten().contiguous()
@@ -167,4 +167,4 @@ def _packed_rows(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         even = pad(by_column, (0, by_column.shape[1] % 2))
         by_column = even[:, 0::2] | even[:, 1::2] << 4
-    return _words(by_column).t().contiguous()
+    return _as_words(by_column).t().contiguous()

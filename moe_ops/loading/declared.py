@@ -15,7 +15,7 @@ from moe_ops.loading.facts import Facts, UnreadError, with_known
 from moe_ops.loading.files import read_object
 from moe_ops.loading.names import CheckpointLayout
 from moe_ops.loading.patterns import ExpertNames
-from moe_ops.loading.tools import read, with_expert_dtype
+from moe_ops.loading.tools import read_settings, with_expert_dtype
 from moe_ops.scheme import Quant
 
 CONFIG = "config.json"
@@ -41,9 +41,9 @@ class Statement(NamedTuple):
     config: Any
 
     def of(self, names: ExpertNames) -> Facts | None:
-        """Return what is said about some experts; raises as `read`."""
+        """Return what is said about some experts; raises as `read_settings`."""
         try:
-            return read(self.method, self.config, names)
+            return read_settings(self.method, self.config, names)
         except UnreadError as error:
             rule = f"{self.file} must say {error}, got {self.config!r:.300}"
             raise UnreadError(rule, error.layout) from None
@@ -123,7 +123,7 @@ def in_config(config: Mapping[str, Any], file: Path) -> Declared:
         file: where it was, for messages.
     """
     statements, dtype = [], None
-    for part in parts_of(config):
+    for part in config_parts(config):
         dtype = part.get("expert_dtype", dtype)
         key = next((key for key in KEYS if part.get(key) is not None), None)
         if key is None:
@@ -137,12 +137,12 @@ def in_config(config: Mapping[str, Any], file: Path) -> Declared:
     return Declared(tuple(statements), None if dtype is None else (file, dtype))
 
 
-def parts_of(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def config_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a configuration and the parts of it that may describe the experts."""
     yield config
     for name in NESTED:
         if isinstance(config.get(name), Mapping):
-            yield from parts_of(config[name])
+            yield from config_parts(config[name])
 
 
 def layout_of(
@@ -175,7 +175,7 @@ def layout_of(
     try:
         facts = declared.of(names)
     except UnreadError as error:
-        return _layout(error.layout, layout, declared) if error.layout else layout
+        return _checked_layout(error.layout, layout, declared) if error.layout else layout
     if facts is None:
         return layout
     if not facts.fits(None if quantize else quant):
@@ -186,10 +186,10 @@ def layout_of(
             got += f"{' and quantize=True' * quantize}: correct the file if it is out of date"
         text = f"{declared.files} says, {facts}, got {got}"
         raise ValueError(f"quant_config must be a scheme with weights as {text}")
-    return _layout(facts.layout, layout, declared)
+    return _checked_layout(facts.layout, layout, declared)
 
 
-def _layout(
+def _checked_layout(
     stated: CheckpointLayout | None, layout: CheckpointLayout, declared: Declared
 ) -> CheckpointLayout:
     try:

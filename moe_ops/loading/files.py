@@ -27,7 +27,7 @@ def shown(name: object) -> str:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def file_errors(path: Path) -> Iterator[None]:
     """Turn the system's errors for ``path`` within this context into errors with its name and why.
 
     Raises:
@@ -52,7 +52,7 @@ def regular(path: Path) -> Path:
         ValueError: a folder, a pipe or a device; a file that cannot be read; a name that no file
             can have.
     """
-    with readable(path):
+    with file_errors(path):
         try:
             mode = path.stat().st_mode
         except ValueError as error:  # such as a null character
@@ -73,7 +73,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         FileNotFoundError, ValueError: as `regular`. Also ValueError for text that is not a JSON
             object, is nested too deeply, or is longer than `MAX_JSON`.
     """
-    with readable(regular(path)):
+    with file_errors(regular(path)):
         size = path.stat().st_size
         if size > MAX_JSON:
             raise ValueError(f"{path} must be {what} of at most {MAX_JSON} bytes, got {size}")

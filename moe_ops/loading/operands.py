@@ -68,7 +68,7 @@ def operands(weights: Settings, inputs: Settings) -> Facts:
             raise UnreadError("fp8 activations with one scale a token beside int4 weights")
         return named(f"int4_w4a8_g{group.cols}")
     weight = _quant(element, group)
-    return Facts(weight, _activation(inputs, weight) if inputs else None)
+    return Facts(weight, _row_quant(inputs, weight) if inputs else None)
 
 
 def _quant(element: str, group: Group) -> Quant:
@@ -82,7 +82,7 @@ def _quant(element: str, group: Group) -> Quant:
     return Quant(ELEMENTS[element], group)
 
 
-def _activation(inputs: Settings, weight: Quant) -> Quant:
+def _row_quant(inputs: Settings, weight: Quant) -> Quant:
     """Return how rows are quantized: in the weight's groups, if their size is not said."""
     element, strategy = _element(inputs), inputs.get("strategy")
     if strategy in ("token", "channel"):

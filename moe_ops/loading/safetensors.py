@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.loading.files import MAX_JSON, parse_object, readable, regular, shown
+from moe_ops.loading.files import MAX_JSON, file_errors, parse_object, regular, shown
 
 MOST_AXES = 64
 """Axes of a tensor that PyTorch's operators take."""
@@ -53,7 +53,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self._package = regular(path), package()
-        with readable(path), path.open("rb") as file:
+        with file_errors(path), path.open("rb") as file:
             try:
                 self._file = self._package.safe_open(str(path), framework="pt", device="cpu")
                 length = min(int.from_bytes(file.read(8), "little"), MAX_JSON)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moe_ops.loading.files import readable, regular, reject_other_formats, shown, weight_map
+from moe_ops.loading.files import file_errors, regular, reject_other_formats, shown, weight_map
 from moe_ops.loading.safetensors import SafetensorsFile
 
 try:
@@ -98,7 +98,7 @@ def _shards(
     path: Path, wanted: Callable[[str], bool]
 ) -> tuple[list[Path], dict[Path, list[str]] | None]:
     """Return the files of a checkpoint, and which tensors of each are wanted (None: all)."""
-    with readable(path):
+    with file_errors(path):
         listed = sorted(path.iterdir()) if path.is_dir() else None
     if listed is not None:
         if path / INDEX in listed:

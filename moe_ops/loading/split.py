@@ -10,7 +10,9 @@ from moe_ops.loading.stored import Form, canonical
 from moe_ops.scheme import Quant
 
 
-def halves(piece: Piece, x: Tensor, form: Form, interleaved: bool) -> tuple[Tensor, Tensor]:
+def split_gate_and_up(
+    piece: Piece, x: Tensor, form: Form, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """Return one expert's gate and up projection, canonical, from one tensor of both.
 
     Args:

@@ -263,7 +263,7 @@ def check_symmetric(words: Tensor, offset: int, layout: CheckpointLayout) -> Non
         raise ValueError(f"zero points must all be {offset} for a scheme without them")
 
 
-def _factor(x: Tensor, suffix: str, form: Form) -> Tensor:
+def _multiplier(x: Tensor, suffix: str, form: Form) -> Tensor:
     """Return one number that multiplies, also if the checkpoint stores its reciprocal."""
     _expect_dtype(x, *FLOATS)
     value = _single(x).to(form.dtype)
@@ -299,8 +299,8 @@ _RULES = {
     "weight": _weight,
     "scale": _scale,
     "zero_point": _zero_point,
-    "global_scale": _factor,
+    "global_scale": _multiplier,
     "channel_scale": _channel_scale,
-    "input_scale": _factor,
+    "input_scale": _multiplier,
     "bias": _bias,
 }

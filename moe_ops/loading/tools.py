@@ -27,7 +27,7 @@ SKIPPED = "-:"
 """How GPTQ begins a pattern of modules that are not quantized."""
 
 
-def read(method: Any, settings: Any, names: ExpertNames) -> Facts | None:
+def read_settings(method: Any, settings: Any, names: ExpertNames) -> Facts | None:
     """Return what the configuration of a tool says about some experts.
 
     Args:

@@ -71,14 +71,14 @@ def offload_(
     _refuse_engines(model)
     targets = targets_chosen(list(found_in(model, FINDERS)), modules)
     put_on_host(
-        [*zip(targets, counts_of(targets, "resident", resident), strict=True)],
+        [*zip(targets, resident_counts(targets, "resident", resident), strict=True)],
         None,
         progress=progress,
     )
     return model
 
 
-def counts_of(targets: Sequence[HostTarget], name: str, resident: float | str) -> list[int]:
+def resident_counts(targets: Sequence[HostTarget], name: str, resident: float | str) -> list[int]:
     """Check what `offload_` checks, and return how many experts of each module are resident.
 
     Args:
@@ -97,7 +97,7 @@ def put_on_host(
     """Do what `offload_` does with modules that were chosen.
 
     Args:
-        pairs: the modules, and how many experts of each are resident: see `counts_of`.
+        pairs: the modules, and how many experts of each are resident: see `resident_counts`.
         device: the device on which experts run; None: where they are.
         progress: see `offload_`.
     """

@@ -100,12 +100,14 @@ def _difference(of_ranks: Sequence[Mapping[str, str]]) -> str | None:
         for rank, facts in enumerate(of_ranks):
             holders.setdefault(facts.get(name), []).append(rank)
         if len(holders) > 1:
-            values = ", ".join(f"{value} on {_named(ranks)}" for value, ranks in holders.items())
+            values = ", ".join(
+                f"{value} on {_name_ranks(ranks)}" for value, ranks in holders.items()
+            )
             return f"{name} must be the same on every rank of the group, got {values}"
     return None
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     """Name some ranks in an error."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -115,15 +117,15 @@ def _named(ranks: Sequence[int]) -> str:
 def gather_texts(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:
     """Return the texts of all ranks, in the order of ranks."""
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    lengths = _gathered(group, torch.tensor([len(own)], device=device))
+    lengths = _gather_tensors(group, torch.tensor([len(own)], device=device))
     sizes = [int(length) for length in lengths]
     padded = own.new_zeros(max(sizes))
     padded[: len(own)] = own
-    texts = zip(_gathered(group, padded), sizes, strict=True)
+    texts = zip(_gather_tensors(group, padded), sizes, strict=True)
     return [bytes(x[:size].tolist()).decode() for x, size in texts]
 
 
-def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
+def _gather_tensors(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x, group=group)
     return parts

@@ -80,7 +80,7 @@ def check_apart(weights: dict[str, Tensor]) -> None:
             if start >= end:
                 break
             period = weights[name].stride(0) * weights[name].itemsize
-            length, other_length = (_row_bytes(weights[n]) for n in (name, other))
+            length, other_length = (_row_extent(weights[n]) for n in (name, other))
             same_period = period == weights[other].stride(0) * weights[other].itemsize
             distance = (start - first) % period if period else 0
             if not (same_period and length <= distance <= period - other_length):
@@ -93,7 +93,7 @@ def _extent(weight: Tensor) -> tuple[int, int]:
     return start, start + weight.itemsize + _reach(weight.shape, weight.stride()) * weight.itemsize
 
 
-def _row_bytes(weight: Tensor) -> int:
+def _row_extent(weight: Tensor) -> int:
     return weight.itemsize * (1 + _reach(weight.shape[1:], weight.stride()[1:]))
 
 

@@ -62,7 +62,7 @@ def rebalance_experts(
     """
     checks.tensor("weight", weight, 2, LOADS)
     num_experts = weight.shape[1]
-    _check_sizes(num_experts, num_replicas, num_groups, num_nodes, num_gpus)
+    _check_cluster_sizes(num_experts, num_replicas, num_groups, num_nodes, num_gpus)
     if weight.is_meta:
         raise ValueError("weight must hold numbers, got a Tensor on meta")
     load = weight.double()
@@ -79,7 +79,7 @@ def rebalance_experts(
     return placed, *compute_logical_maps(placed, num_experts)
 
 
-def _check_sizes(
+def _check_cluster_sizes(
     num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> None:
     sizes = {"num_groups": num_groups, "num_nodes": num_nodes, "num_gpus": num_gpus}

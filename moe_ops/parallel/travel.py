@@ -79,7 +79,7 @@ class RowExchange:
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
         for copy, buffer in incoming.items():
-            for tensor, part in zip(tensors, _parts(buffer, tensors), strict=True):
+            for tensor, part in zip(tensors, _row_views(buffer, tensors), strict=True):
                 tensor[copy.target % self._spread.rows].copy_(part)
 
     def _send(self, copy: Copy, message: Tensor) -> dist.P2POp:
@@ -98,7 +98,7 @@ class RowExchange:
         if row < 0:
             to.copy_(self._aside)
             return
-        for tensor, part in zip(tensors, _parts(to, tensors), strict=True):
+        for tensor, part in zip(tensors, _row_views(to, tensors), strict=True):
             part.copy_(tensor[row % self._spread.rows])
 
 
@@ -108,7 +108,7 @@ def _row_bytes(tensor: Tensor) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _parts(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _row_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of a buffer of bytes, one for a row of each tensor."""
     parts, start = [], 0
     for tensor in tensors:

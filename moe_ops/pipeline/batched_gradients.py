@@ -37,11 +37,11 @@ def combined(rows: Tensor, topk_weights: Tensor | None, topk_ids: Tensor, places
     return _Combine.apply(rows, topk_weights, topk_ids, places)
 
 
-def _sum(rows: Tensor, topk_weights: Tensor | None, row_of_slot: Tensor) -> Tensor:
+def _unpermuted(rows: Tensor, topk_weights: Tensor | None, row_of_slot: Tensor) -> Tensor:
     return ops.moe_unpermute(rows.flatten(0, 1), topk_weights, row_of_slot, None)
 
 
-def _products(x: Tensor, rows: Tensor, row_of_slot: Tensor) -> Tensor:
+def _dot_products(x: Tensor, rows: Tensor, row_of_slot: Tensor) -> Tensor:
     """``<x[t], rows[row_of_slot[t, j]]>``; 0 for slots without a row."""
     at = row_of_slot.clamp(min=0).flatten()
     of_slots = rows.flatten(0, 1).index_select(0, at)
@@ -75,10 +75,10 @@ class _Dispatch(Function):
         """Sum the gradients of each token's rows."""
         x, weights, ids = saved
         row_of_slot, grad = ops.batched_rows(ids, *ctx.places), grad.contiguous()
-        dx = _sum(grad, weights, row_of_slot) if ctx.needs_input_grad[0] else None
+        dx = _unpermuted(grad, weights, row_of_slot) if ctx.needs_input_grad[0] else None
         dweights = None
         if ctx.needs_input_grad[1]:
-            dweights = _products(x, grad, row_of_slot).to(weights.dtype)
+            dweights = _dot_products(x, grad, row_of_slot).to(weights.dtype)
         return dx, dweights, None, None, None
 
 
@@ -92,7 +92,7 @@ class _Combine(Function):
         weighted = topk_weights is not None and ctx.needs_input_grad[1]
         ctx.places = places
         ctx.save_for_backward(rows if weighted else None, topk_weights, topk_ids, row_of_slot)
-        return _sum(rows, topk_weights, row_of_slot)
+        return _unpermuted(rows, topk_weights, row_of_slot)
 
     @staticmethod
     @once("TopKWeightAndReduceNaiveBatched.apply")
@@ -104,5 +104,5 @@ class _Combine(Function):
         if ctx.needs_input_grad[0]:
             drows = ops.batched_dispatch(grad, None, weights, ids, *ctx.places, "")[0]
         if ctx.needs_input_grad[1]:
-            dweights = _products(grad, rows, row_of_slot).to(weights.dtype)
+            dweights = _dot_products(grad, rows, row_of_slot).to(weights.dtype)
         return drows, dweights, None, None

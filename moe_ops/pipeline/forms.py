@@ -11,7 +11,7 @@ from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import dequantizes
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
-from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.row_tiles import row_tile_rule
 from moe_ops.pipeline.layer_checks import known_arch
 from moe_ops.scheme import Scheme, exact_fp8_scheme, min_capability, packs
 
@@ -58,7 +58,7 @@ def serves_packed(
     """
     if not packs(scheme, *shape[1:]) or not dequantizes(scheme, dtype):
         return False
-    rule = rule_of(scheme.key, dtype.itemsize, device.arch, device.row_tile, batch_invariant)
+    rule = row_tile_rule(scheme.key, dtype.itemsize, device.arch, device.row_tile, batch_invariant)
     operands = layer_operands(shape, scheme, dtype, rule, 1, activation=activation, fragments=True)
     try:
         plan_gemm(problem_of(operands), device)

@@ -189,7 +189,7 @@ class Router(NamedTuple):
 
 
 @checks.remembered
-def _check_call(
+def _check_fused_call(
     routing: Routing | Router,
     apply_router_weight_on_input: bool,
     batch_invariant: bool,
@@ -263,7 +263,7 @@ def _enter(
     kind, key = kind_and_key(activation)
     b1, b2 = config.w1_bias if b1 is None else b1, config.w2_bias if b2 is None else b2
     quantization = () if scheme.weight is None else config.tensors
-    _check_call(
+    _check_fused_call(
         routing,
         *flags,
         global_num_experts,

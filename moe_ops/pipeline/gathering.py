@@ -91,7 +91,7 @@ def by_permutation(
     return Gathered(Rows(data, scale), space)
 
 
-def by_expert(
+def rows_by_expert(
     rows: Rows,
     routing: Routing,
     weights: ExpertWeights,

@@ -18,7 +18,7 @@ from moe_ops.dispatch.early import EARLY
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.operands import layer_operands, sums_one_token
 from moe_ops.dispatch.problem import problem_of
-from moe_ops.dispatch.row_tiles import routed_among, rule_of
+from moe_ops.dispatch.row_tiles import routed_among, row_tile_rule
 from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.pipeline.row_spaces import (
     BatchedRows,
@@ -147,7 +147,7 @@ def _quantizes(
 ) -> bool:
     """Whether the plan of a GEMM quantizes its rows, on a device with these tuned tables."""
     tokens, k = asked.routed
-    rule = rule_of(asked.scheme, asked.dtype.itemsize, *row_tile, False)
+    rule = row_tile_rule(asked.scheme, asked.dtype.itemsize, *row_tile, False)
     operands = layer_operands(
         asked.weight,
         get_scheme(asked.scheme),

@@ -171,7 +171,9 @@ def check_adapters(kernel: Any, call: Call, lora: ExpertLora) -> None:
         raise NotImplementedError(f"lora must be None: {reason}")
 
 
-def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, most: int) -> None:
+def check_tokens_to_send(
+    prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, most: int
+) -> None:
     """Raise ValueError if there are more tokens than prepare may send at once.
 
     While compiling the number of tokens is a symbol, so prepare's operator checks it instead.
@@ -184,7 +186,7 @@ def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, most: i
         )
 
 
-def check_logits(
+def check_monolithic_call(
     fused_experts: FusedMoEExperts,
     hidden_states: Tensor,
     w1: Tensor,

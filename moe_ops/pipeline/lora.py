@@ -125,7 +125,7 @@ def check_lora(lora: ExpertLora, x: Tensor, w1: Tensor, w2: Tensor, scheme: Sche
         checks.size("lora.w2's L", second, "L of lora.w1", first)
     if lora.lora_ids is not None:
         checks.same_tokens("lora.lora_ids", lora.lora_ids, "hidden_states", x)
-    check_adapters(lora.lora_ids, lora.scaling, first or second)
+    check_adapter_choice(lora.lora_ids, lora.scaling, first or second)
 
 
 def pairs_of(
@@ -214,7 +214,7 @@ def expert_lora(
     checks.tensor("lora_b", lora_b, 4, checks.FLOATS)
     experts, n = lora_a.shape[1], lora_b.shape[2]
     adapters = check_factors("expert_lora's", (lora_a, lora_b), experts, n, hidden_states.shape[1])
-    check_adapters(lora_ids, scaling, adapters)
+    check_adapter_choice(lora_ids, scaling, adapters)
     if wanted(hidden_states, lora_a, lora_b):
         check_transforms("expert_lora")
     a, b = Factors.of(lora_a, lora_b, scaling, hidden_states.dtype)
@@ -241,7 +241,7 @@ def _slots_of_a_row(rows: Tensor, topk_ids: Tensor) -> int:
     )
 
 
-def check_adapters(lora_ids: Tensor | None, scaling: float | Tensor, adapters: int) -> None:
+def check_adapter_choice(lora_ids: Tensor | None, scaling: float | Tensor, adapters: int) -> None:
     """Check which adapter each token has, and the factors of adapters."""
     if lora_ids is not None:
         checks.tensor("lora_ids", lora_ids, 1, checks.INDICES)

@@ -24,10 +24,10 @@ from moe_ops.pipeline.kernel_checks import (
     check_adapters,
     check_call,
     check_formats,
-    check_logits,
+    check_monolithic_call,
     check_options,
     check_parts,
-    check_room,
+    check_tokens_to_send,
     lacks_gradients,
 )
 from moe_ops.pipeline.lora import ExpertLora
@@ -198,7 +198,7 @@ class FusedMoEKernel:
         part: Any = self.prepare_finalize
         experts = self.fused_experts
         if decision.most is not None:
-            check_room(part, call, decision.most)
+            check_tokens_to_send(part, call, decision.most)
         plain = call if decision.reason is None else without_history(call)
         is_async = part.supports_async()
         start = part.prepare_async if is_async else part.prepare
@@ -326,7 +326,7 @@ class FusedMoEKernel:
             raise ValueError("apply_monolithic needs monolithic parts: route, then call apply")
         experts: Any = self.fused_experts
         part: Any = self.prepare_finalize
-        check_logits(
+        check_monolithic_call(
             experts,
             hidden_states,
             w1,

@@ -122,7 +122,7 @@ def as_quant_config(scheme: str | Scheme | FusedMoEQuantConfig) -> FusedMoEQuant
     return scheme if isinstance(scheme, FusedMoEQuantConfig) else FusedMoEQuantConfig(scheme)
 
 
-def format_of(config: FusedMoEConfig) -> FusedMoEActivationFormat:
+def wanted_format(config: FusedMoEConfig) -> FusedMoEActivationFormat:
     """The format that a configuration asks for."""
     formats = FusedMoEActivationFormat
     return formats.Standard if config.max_num_tokens is None else formats.BatchedExperts
@@ -135,7 +135,7 @@ def judge(
     capability: int | None = None,
 ) -> tuple[Candidate, ...]:
     """Ask each class whether it serves a configuration; the GPU need not be in this machine."""
-    keys = (scheme.weight, scheme.activation, format_of(config))
+    keys = (scheme.weight, scheme.activation, wanted_format(config))
     elsewhere = () if capability is None else (capability,)
     rows = []
     for cls in candidates:

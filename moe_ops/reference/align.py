@@ -92,7 +92,9 @@ def plan_batched(
     rule = expert_rule(scheme, expert_num_tokens.device, batch_invariant)
     counts = expert_num_tokens.long().clamp(0, max_num_tokens).tolist()
     starts = [expert * max_num_tokens for expert in range(len(counts))]
-    return _spans(starts, counts, len(counts) * max_num_tokens, rule, expert_num_tokens.device)
+    return _contiguous_plan(
+        starts, counts, len(counts) * max_num_tokens, rule, expert_num_tokens.device
+    )
 
 
 def plan_permuted(
@@ -107,10 +109,10 @@ def plan_permuted(
     counts = offset.diff().clamp(min=0)
     counts = counts.minimum((num_rows - (counts.cumsum(0) - counts)).clamp(min=0))
     device = expert_first_token_offset.device
-    return _spans(offset[:-1].tolist(), counts.tolist(), num_rows, rule, device)
+    return _contiguous_plan(offset[:-1].tolist(), counts.tolist(), num_rows, rule, device)
 
 
-def _spans(
+def _contiguous_plan(
     starts: list[int], counts: list[int], num_rows: int, rule: TileRule, device: torch.device
 ) -> Tensor:
     """The plan of experts whose rows are contiguous: ``counts[e]`` from ``starts[e]`` on."""

@@ -25,7 +25,7 @@ def batched_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Copy each slot's row to its expert, in slot order, and count the slots that do not fit."""
     check_room(x, max_num_tokens, drops)
-    row, counts = _places(topk_ids, first_expert, num_local_experts, max_num_tokens)
+    row, counts = _rows_of_slots(topk_ids, first_expert, num_local_experts, max_num_tokens)
     slots = (row >= 0).nonzero().flatten()
     value = x[slots // topk_ids.shape[1]].float()
     if topk_weights is not None:
@@ -45,11 +45,11 @@ def batched_rows(
     topk_ids: Tensor, first_expert: int, num_local_experts: int, max_num_tokens: int
 ) -> Tensor:
     """The row of each slot in the batched format viewed as ``(El * MT, ..)``, or -1."""
-    row, _ = _places(topk_ids, first_expert, num_local_experts, max_num_tokens)
+    row, _ = _rows_of_slots(topk_ids, first_expert, num_local_experts, max_num_tokens)
     return row.view(topk_ids.shape).to(torch.int32)
 
 
-def _places(
+def _rows_of_slots(
     topk_ids: Tensor, first_expert: int, num_local_experts: int, max_num_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """The row of each slot or -1, and the number of slots per expert, including dropped slots."""

@@ -289,7 +289,7 @@ def _hashed(
     hidden_states, router_logits, top_k, renormalize = logits
     checks.tensor("hash_indices_table", table, 2, checks.INDICES)
     checks.size("hash_indices_table.shape[1]", table.shape[1], "top_k", top_k)
-    words = _given("input_ids", input_ids, "hash_indices_table")
+    words = _required("input_ids", input_ids, "hash_indices_table")
     return hash_topk(
         hidden_states, router_logits, words, table, renormalize, scoring_func, routed_scaling_factor
     )
@@ -358,9 +358,9 @@ def _physical(
     """Map ids to physical experts and count the load; ValueError if a required tensor is None."""
     return eplb_map_to_physical_and_record(
         ids,
-        _given("expert_load_view", expert_load_view, "enable_eplb"),
-        _given("logical_to_physical_map", logical_to_physical_map, "enable_eplb"),
-        _given("logical_replica_count", logical_replica_count, "enable_eplb"),
+        _required("expert_load_view", expert_load_view, "enable_eplb"),
+        _required("logical_to_physical_map", logical_to_physical_map, "enable_eplb"),
+        _required("logical_replica_count", logical_replica_count, "enable_eplb"),
         indices_type,
         record_enabled=record_enabled,
         seed=seed,
@@ -368,7 +368,7 @@ def _physical(
     )
 
 
-def _given(name: str, x: Tensor | None, option: str) -> Tensor:
+def _required(name: str, x: Tensor | None, option: str) -> Tensor:
     """The tensor, which ``option`` requires; ValueError if it is None."""
     if x is None:
         raise ValueError(f"{name} must be a Tensor with {option}, got None")

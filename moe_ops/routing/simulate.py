@@ -57,7 +57,7 @@ def normal_routing(
         vLLM's routing simulator, ``normal_routing``.
     """
     checks.flags(renormalize=renormalize)
-    place = _places(gating_output) - (gating_output.shape[1] - 1) / 2
+    place = _expert_positions(gating_output) - (gating_output.shape[1] - 1) / 2
     deviation = gating_output.shape[1] / 6
     return _draw(hidden_states, gating_output, topk, -0.5 * (place / deviation).square(), generator)
 
@@ -74,14 +74,16 @@ def zipf(
     Arguments, results and errors as `uniform_random`.
     """
     checks.flags(renormalize=renormalize)
-    return _draw(hidden_states, gating_output, topk, -(_places(gating_output) + 1).log(), generator)
+    return _draw(
+        hidden_states, gating_output, topk, -(_expert_positions(gating_output) + 1).log(), generator
+    )
 
 
 STRATEGIES = {"uniform_random": uniform_random, "normal_routing": normal_routing, "zipf": zipf}
 """Every strategy by its name."""
 
 
-def _places(gating_output: Tensor) -> Tensor:
+def _expert_positions(gating_output: Tensor) -> Tensor:
     return torch.arange(gating_output.shape[1], dtype=torch.float32, device=gating_output.device)
 
 

@@ -84,7 +84,7 @@ def exact_rows(q: QTensor, scheme: str | Scheme) -> Tensor:
         TypeError, ValueError: data or scales of another dtype or shape.
         NotImplementedError: a scheme without an fp8 form, see `exact_fp8_scheme`.
     """
-    quant, scale = _checked(q, scheme)
+    quant, scale = _checked_mxfp4(q, scheme)
     return torch.stack([_range(*pair, quant)[2] for pair in zip(q.data, scale, strict=True)])
 
 
@@ -105,7 +105,7 @@ def as_fp8(q: QTensor, scheme: str | Scheme) -> QTensor:
         ValueError: a row that is not exact.
         TypeError, ValueError, NotImplementedError: as `exact_rows`.
     """
-    quant, scale = _checked(q, scheme)
+    quant, scale = _checked_mxfp4(q, scheme)
     experts, n, width = q.data.shape
     data = q.data.new_empty((experts, n, 2 * width))
     row_scale = q.data.new_empty((experts, n, 1), dtype=torch.float32)
@@ -120,7 +120,7 @@ def as_fp8(q: QTensor, scheme: str | Scheme) -> QTensor:
                 f"expert {expert}"
             )
         exponent = (high - BIAS - HIGHEST).clamp(min=SMALLEST)
-        place = _places(scale[expert], exponent, width, quant.group.cols // 2)
+        place = _table_rows(scale[expert], exponent, width, quant.group.cols // 2)
         at = (place * 256 + q.data[expert]).flatten()
         data[expert].view(torch.int16).copy_(table.index_select(0, at).view(n, width))
         row_scale[expert, :, 0] = ((exponent + BIAS) << 23).view(torch.float32)
@@ -152,7 +152,7 @@ def from_fp8(q: QTensor, exponents: Tensor, scheme: str | Scheme) -> QTensor:
     table = _codes(q.data.device).flatten()
     for expert in range(experts):
         exponent = (scale[expert, :, 0].contiguous().view(torch.int32) >> 23) - BIAS
-        place = _places(exponents[expert], exponent, k, quant.group.cols)
+        place = _table_rows(exponents[expert], exponent, k, quant.group.cols)
         at = (place * 256 + q.data[expert].view(torch.uint8)).flatten()
         codes = table.index_select(0, at).view(n, k)
         if bool((codes == NO_CODE).any()):
@@ -175,7 +175,7 @@ def _quant_of(scheme: str | Scheme) -> Quant:
     return quant
 
 
-def _checked(q: QTensor, scheme: str | Scheme) -> tuple[Quant, Tensor]:
+def _checked_mxfp4(q: QTensor, scheme: str | Scheme) -> tuple[Quant, Tensor]:
     """How an MXFP4 weight is quantized, and its scales."""
     if not isinstance(q, QTensor):
         raise TypeError(f"q must be a QTensor, got {type(q).__name__}")
@@ -204,7 +204,7 @@ def _range(data: Tensor, scale: Tensor, quant: Quant) -> tuple[Tensor, Tensor, T
     return low, high, (high - low < BINADES) & (scale != NAN).all(1)
 
 
-def _places(scale: Tensor, exponent: Tensor, width: int, each: int) -> Tensor:
+def _table_rows(scale: Tensor, exponent: Tensor, width: int, each: int) -> Tensor:
     """Rows of the tables, ``(N, width)``, for ``each`` entries a group.
 
     Args:
@@ -221,17 +221,17 @@ def _places(scale: Tensor, exponent: Tensor, width: int, each: int) -> Tensor:
 def _fp8_bytes(device: torch.device) -> Tensor:
     """The e4m3 bytes of both numbers of a byte, ``(BINADES, 256, 2)``, by exponent."""
     pairs = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
-    return _scaled(formats.split_nibbles(pairs, 1), device)
+    return _scaled_codes(formats.split_nibbles(pairs, 1), device)
 
 
 def _codes(device: torch.device) -> Tensor:
     """The e2m1 codes of e4m3 bytes, ``(BINADES, 256)``, by exponent; `NO_CODE` if there is none."""
     codes = torch.arange(16, dtype=torch.uint8, device=device)
     table = torch.full((BINADES, 256), NO_CODE, dtype=torch.uint8, device=device)
-    return table.scatter_(1, _scaled(codes, device).long(), codes.expand(BINADES, -1))
+    return table.scatter_(1, _scaled_codes(codes, device).long(), codes.expand(BINADES, -1))
 
 
-def _scaled(codes: Tensor, device: torch.device) -> Tensor:
+def _scaled_codes(codes: Tensor, device: torch.device) -> Tensor:
     """The e4m3 bytes of e2m1 codes times ``2**e``, along a new first axis for e."""
     powers = torch.arange(LOWEST, HIGHEST + 1, device=device).float().exp2()
     values = powers.view(-1, *[1] * codes.dim()) * formats.code_values(codes, FP4)

@@ -88,12 +88,12 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
         x, global_scale = x * factor, 1 / factor.flatten()  # not a view: Dynamo guards on views
     low, high = _group_range(x, quant)
     scale, zero_point = range_scale(low, high, quant, w.dtype)
-    divisor = spread(scale_value(scale), quant, n, k)
+    divisor = spread_scale(scale_value(scale), quant, n, k)
     ratio = torch.where(divisor == 0, 0, x / divisor)
     if zero_point is None:
         codes = encode(ratio, quant.element)
     else:
-        codes = encode_above(ratio, spread(zero_point, quant, n, k), quant.element)
+        codes = encode_above(ratio, spread_scale(zero_point, quant, n, k), quant.element)
         zero_point = torch.nn.functional.pad(zero_point, (0, 0, 0, n % per_byte))
         zero_point = join_codes(zero_point, 1, quant.element)
     return QTensor(join_codes(codes, 2, quant.element), scale, zero_point, global_scale)
@@ -135,8 +135,8 @@ def dequantize_weight(
     _, n, k = data.shape
     if quant.zero_point:
         zero_point = zero_point_value(_field(q, "zero_point", scheme), quant, n)
-        data -= spread(zero_point, quant, n, k)
-    data *= spread(scale_value(_field(q, "scale", scheme)), quant, n, k)
+        data -= spread_scale(zero_point, quant, n, k)
+    data *= spread_scale(scale_value(_field(q, "scale", scheme)), quant, n, k)
     if quant.global_scale:
         data *= halves(_field(q, "global_scale", scheme).float(), n)
     return data.to(dtype)
@@ -168,7 +168,7 @@ def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
     return value
 
 
-def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:
+def spread_scale(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:
     """Expand a weight's scales so that they broadcast to ``(E, N, K)``."""
     rows, cols = quant.group
     if cols == WHOLE:

@@ -141,7 +141,7 @@ class Bounded:
             return self
         element, size = quant.element, self.value.abs()
         most = size + 3 * self.variance.sqrt() + self.limit
-        scale = _scale(most, quant, scale_in)
+        scale = _specified_scale(most, quant, scale_in)
         typical = (size.square() + self.variance).sqrt() + self.limit
         step = scale * _half_step(typical / scale, element)
         cut = (size - element.largest * scale - step).clamp(min=0)
@@ -191,7 +191,7 @@ def _largest(element: Element) -> int:
     return math.frexp(element.largest)[1] - 1
 
 
-def _scale(size: Tensor, quant: Quant, scale_in: Tensor | None) -> Tensor:
+def _specified_scale(size: Tensor, quant: Quant, scale_in: Tensor | None) -> Tensor:
     """The scale of each number from the specification, independent of the library's quantizer."""
     factor = 1.0 if scale_in is None else float(scale_in.max())
     if scale_in is not None and not quant.global_scale:

@@ -66,7 +66,7 @@ def reference_experts(
     config = FusedMoEQuantConfig(scheme) if config is None else config
     quant, rule = scheme.activation, formula(problem.activation)
     x, _, _, weights, ids, expert_map, b1, b2 = inputs
-    w1, w2 = _numbers(inputs, config)
+    w1, w2 = _rounded_weights(inputs, config)
     b1, b2 = (config.w1_bias if b1 is None else b1), (config.w2_bias if b2 is None else b2)
     (tokens, k), dtype = ids.shape, x.dtype
     expert = local_experts(ids, expert_map, w1.shape[0])
@@ -86,7 +86,7 @@ def reference_experts(
     product = product if b1 is None else product + b1.float()[expert]
     if roundings.before_activation:
         product = product.to(dtype).float()
-    h = _activated(product, rule).to(dtype).float()
+    h = _apply_activation(product, rule).to(dtype).float()
     if roundings.chunk_size is not None:
         sharing = token // roundings.chunk_size
     h = _as_stored(h, a2_scale, quant, sharing, used)
@@ -96,7 +96,7 @@ def reference_experts(
     return weight_and_reduce.moe_fused_mul_sum(y, on_output, ids, expert_map, None, w1.shape[0])
 
 
-def _numbers(inputs: Inputs, config: FusedMoEQuantConfig) -> tuple[Tensor, Tensor]:
+def _rounded_weights(inputs: Inputs, config: FusedMoEQuantConfig) -> tuple[Tensor, Tensor]:
     """The dequantized weights in float32, rounded as the implementation rounds them."""
     stored, scheme = config.weights(inputs.w1, inputs.w2), config.scheme
     # Quantized rows take dequantized weights exactly; else weights are rounded to the rows' dtype.
@@ -105,7 +105,7 @@ def _numbers(inputs: Inputs, config: FusedMoEQuantConfig) -> tuple[Tensor, Tenso
     return w1, w2
 
 
-def _activated(product: Tensor, rule: Formula) -> Tensor:
+def _apply_activation(product: Tensor, rule: Formula) -> Tensor:
     return activations.apply(*activations.split(product, rule), rule)
 
 

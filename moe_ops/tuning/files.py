@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from moe_ops.dispatch import tuned
-from moe_ops.dispatch.tuned_file import parse
+from moe_ops.dispatch.tuned_file import parse_tuned_layer
 from moe_ops.tuning.search import Clock, Prepare, Subject, Trial, tune_tokens
 from moe_ops.tuning.shared_file import locked, replace_file
 
@@ -92,7 +92,7 @@ def _entries(path: Any) -> tuple[int | None, dict[str, Any]]:
     if not path.is_file():
         return None, {}
     text = path.read_text(encoding="utf-8")
-    top_k, record = parse(path.name, text).top_k, json.loads(text)
+    top_k, record = parse_tuned_layer(path.name, text).top_k, json.loads(text)
     return top_k, {key: record[key] for key in record if key != "top_k"}
 
 
@@ -111,7 +111,7 @@ def write(subject: Subject, folder: Path, entries: dict[str, Any]) -> None:
     with locked(folder / subject.file):
         merged = _ordered({**read(subject, folder), **entries})
         text = json.dumps({"top_k": subject.top_k, **merged}, indent=1) + "\n"
-        parse(subject.file, text)
+        parse_tuned_layer(subject.file, text)
         replace_file(folder / subject.file, text)
 
 

@@ -25,7 +25,7 @@ from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import GemmProblem, problem_of, without_sum
-from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.row_tiles import row_tile_rule
 from moe_ops.dispatch.tiles import load_class
 from moe_ops.dispatch.tuned_file import Sizes, file_name, written
 from moe_ops.pipeline.forms import serves_packed
@@ -120,7 +120,7 @@ class Subject:
         """GEMM 1 or 2 of the layer."""
         activation, top_k = self._activation(which), self.top_k if which == 1 else 1
         facts = self.device.arch, self.device.row_tile
-        rule = rule_of(self.scheme.key, DTYPE.itemsize, *facts, False)
+        rule = row_tile_rule(self.scheme.key, DTYPE.itemsize, *facts, False)
         operands = layer_operands(
             self._weight(which),
             self.scheme,

@@ -196,7 +196,7 @@ def test_kernels_belong_to_the_range_that_launches_them():
             ("not a stage", "cuda_driver", 8.0),
         ]
 
-    parts = stage_profile.parts_of(trace_of([call(50.0), call(0.0), call(0.0)]), on_gpu=True)
+    parts = stage_profile.trace_parts(trace_of([call(50.0), call(0.0), call(0.0)]), on_gpu=True)
     assert [tuple(vars(part).values()) for part in parts] == [
         ("align", "moe_align_block_size", 1, 2.0, pytest.approx(0.05)),
         ("expert_product", "expert_product", 2, 30.0, pytest.approx(0.75)),
@@ -206,9 +206,9 @@ def test_kernels_belong_to_the_range_that_launches_them():
 
 def test_a_profile_without_the_gpu_is_an_error():
     with pytest.raises(RuntimeError, match="CUPTI"):
-        stage_profile.parts_of(trace_of([[]]), on_gpu=True)
+        stage_profile.trace_parts(trace_of([[]]), on_gpu=True)
     with pytest.raises(RuntimeError, match="no launch of k"):
-        stage_profile.parts_of(trace_of([[("align/x", None, 1.0)]]), on_gpu=True)
+        stage_profile.trace_parts(trace_of([[("align/x", None, 1.0)]]), on_gpu=True)
 
 
 # Reports

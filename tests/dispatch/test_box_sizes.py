@@ -20,7 +20,7 @@ from moe_ops.dispatch.hopper import (
 )
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
-from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.row_tiles import row_tile_rule
 from moe_ops.dispatch.tiles import (
     KNOWN_ROW_TILES,
     Gemm,
@@ -43,7 +43,7 @@ NS, KS = (80, 68, 72, 76, 704, 708, 716), (128, 132, 136, 140, 144, 264, 708, 71
 def problem(name, tokens, n, k, activation, facts):
     """The first GEMM of a layer, or with one token and no activation the second one."""
     halves = 2 if activation and formula(activation).gated else 1
-    rule = rule_of(name, 2, facts.arch, facts.row_tile, False)
+    rule = row_tile_rule(name, 2, facts.arch, facts.row_tile, False)
     layer = ((E, halves * n, k), get_scheme(name), torch.bfloat16, rule, tokens * K)
     how = {"top_k": K if activation else 1, "activation": activation}
     return problem_of(layer_operands(*layer, num_tokens=tokens, **how))

@@ -19,7 +19,7 @@ from moe_ops.dispatch.gemm_plan import passed_over
 from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
 from moe_ops.dispatch.problem import EACH, STORED, without_sum
-from moe_ops.dispatch.row_tiles import routed_among, rule_of
+from moe_ops.dispatch.row_tiles import routed_among, row_tile_rule
 from moe_ops.dispatch.tiles import TileConfig, one_row_tile, plan_sizes
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import packs
@@ -38,7 +38,7 @@ DENSE, SCALED, DEQUANTIZE, SLOT, BLOCK_SCALED = (
 def problems(scheme, tokens, facts=HOPPER, batch_invariant=False, packed=False):
     """Both GEMMs of a layer."""
     known = moe_ops.get_scheme(scheme)
-    rule = rule_of(scheme, 2, facts.arch, facts.row_tile, batch_invariant)
+    rule = row_tile_rule(scheme, 2, facts.arch, facts.row_tile, batch_invariant)
     layer = (((E, 2 * I, H), K, "silu"), ((E, H, I), 1, ""))
     return [
         problem_of_layer(
@@ -74,7 +74,7 @@ def test_few_tiles_are_half_as_wide():
     known = moe_ops.get_scheme("unquantized")
 
     def config(experts, tokens, columns=4096):
-        rule = routed_among(rule_of("unquantized", 2, 90, None, False), 8)
+        rule = routed_among(row_tile_rule("unquantized", 2, 90, None, False), 8)
         weight = (experts, columns, 14336)
         return plan_gemm(problem_of_layer(weight, known, rule, 2 * tokens), HOPPER).config
 
@@ -284,7 +284,7 @@ def test_tables_are_part_of_the_question(monkeypatch):
     problem, _ = problems("unquantized", 64)
     before = plan_gemm(problem, HOPPER)
     tiles = replace(before.config, num_warps=2)
-    entry = tuned.Entry(64, tiles, tiles)
+    entry = tuned.TunedEntry(64, tiles, tiles)
     layer = tuned.TunedLayer("made-up", (E, I, H), "NVIDIA_H200", "unquantized", K, (entry,))
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([layer]))
     plan = plan_gemm(problem, HOPPER)

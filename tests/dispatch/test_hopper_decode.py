@@ -15,7 +15,7 @@ from moe_ops.dispatch.hopper_decode import (
     SLOT_STRIPS,
     SUM_BYTES,
     count_sums,
-    divide,
+    divide_jobs,
     few_ctas,
     few_tiles,
     round_bytes,
@@ -62,7 +62,7 @@ def test_experts_of_a_rank_are_few():
 @every_row("slots", range(1, 17))
 def test_jobs_are_all_of_a_token(slots, scheme):
     sizes = sizes_of(slots, (128, 2048, 2880), 2, PORTABLE, "")
-    jobs = divide(sizes, get_scheme(scheme).weight, 1, slots)
+    jobs = divide_jobs(sizes, get_scheme(scheme).weight, 1, slots)
     assert jobs.chunks == 45 and jobs.parts * jobs.steps >= 45
     assert jobs.rounds * jobs.depth >= jobs.steps and 8 * jobs.passes >= slots * jobs.parts
     assert 8 * (jobs.passes - 1) < slots * jobs.parts
@@ -82,7 +82,7 @@ def test_chunks_of_a_round(steps, most, depth):
 def test_a_slot_has_a_part_for_each_warp():
     for k in (64, 128, 2880):
         sizes = sizes_of(4, (128, 1536, k), 2, PORTABLE, "silu")
-        jobs = divide(sizes, get_scheme("mxfp4_w4a16").weight, 2, 1)
+        jobs = divide_jobs(sizes, get_scheme("mxfp4_w4a16").weight, 2, 1)
         assert (jobs.parts, jobs.passes, jobs.strips) == (8, 1, 2)
 
 
@@ -122,7 +122,7 @@ def test_programs_of_both_kernels_fit_on_a_processor(slots, n, k, scheme):
     then = sum_tiles(sizes, quant, NO_GPU)
 
     def taken(tiles, slots, k):
-        jobs = divide(sizes._replace(k=k), quant, tiles.block_n // 16, slots)
+        jobs = divide_jobs(sizes._replace(k=k), quant, tiles.block_n // 16, slots)
         rounds = tiles.num_stages * round_bytes(jobs, quant)
         used = rounds + SUM_BYTES * count_sums(jobs, tiles.num_stages, quant)
         assert used > 48 * 1024

@@ -19,8 +19,8 @@ import moe_ops
 from moe_ops import SCHEMES, Scheme, get_scheme, ops, quantize_weight
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.row_tiles import HOPPER, rule_of
-from moe_ops.dispatch.tuned_file import SPELLED, file_name, parse
+from moe_ops.dispatch.row_tiles import HOPPER, row_tile_rule
+from moe_ops.dispatch.tuned_file import SPELLED, file_name, parse_tuned_layer
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.testing import Problem, make_inputs
 from moe_ops.tuning import files
@@ -32,7 +32,7 @@ QWEN3 = (128, 1536, 2048)
 
 def first(weight, scheme, facts, tokens, top_k=K, **how):
     """The first GEMM of a gated layer."""
-    rule = rule_of(scheme.key, 2, facts.arch, None, False)
+    rule = row_tile_rule(scheme.key, 2, facts.arch, None, False)
     how |= {"num_tokens": tokens, "top_k": top_k, "activation": "silu"}
     return problem_of_layer(weight, scheme, rule, top_k * tokens, **how)
 
@@ -134,5 +134,5 @@ def test_tuned_under_its_key(scheme, tmp_path, monkeypatch):
 @given(schemes())
 def test_names_of_files_have_one_key(scheme):
     name = file_name((1, 2, 3), "NVIDIA H200", scheme.key)
-    assert parse(name, '{"top_k": 1}').scheme == scheme.key
+    assert parse_tuned_layer(name, '{"top_k": 1}').scheme == scheme.key
     assert not set(scheme.key) & set(SPELLED.values()) and not set(name) & set('<>:"/\\|?* ')

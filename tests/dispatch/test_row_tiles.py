@@ -18,7 +18,7 @@ from moe_ops.dispatch.row_tiles import (
     expert_rule,
     gemm_rule,
     routed_among,
-    rule_of,
+    row_tile_rule,
     tile_rule,
 )
 from moe_ops.dispatch.tiles import Gemm, last_class, load_class, one_row_tile, row_tile
@@ -94,10 +94,10 @@ def test_every_load_has_a_row_tile():
     ],
 )
 def test_rules_by_scheme_and_gpu(scheme, itemsize, arch, expected):
-    assert rule_of(scheme, itemsize, arch, None, False) is expected
-    assert rule_of(scheme, itemsize, arch, 32, False) is one_row_tile(32)
+    assert row_tile_rule(scheme, itemsize, arch, None, False) is expected
+    assert row_tile_rule(scheme, itemsize, arch, 32, False) is one_row_tile(32)
     for tile in (None, 32):
-        assert rule_of(scheme, itemsize, arch, tile, True) is INVARIANT
+        assert row_tile_rule(scheme, itemsize, arch, tile, True) is INVARIANT
 
 
 @every_row("scheme", moe_ops.SCHEMES)
@@ -116,9 +116,9 @@ def test_plans_and_gemms_agree(facts, scheme):
                 assert gemm_rule(scheme, a, (None, ids, of_rank), mode) is mapped
                 assert mapped is routed_among(of_slots, 4) is not of_slots
                 assert gemm_rule(scheme, a, (None, None, None), mode) is of_experts
-            assert of_experts is rule_of(scheme, 2, 0, facts and facts.row_tile, mode)
+            assert of_experts is row_tile_rule(scheme, 2, 0, facts and facts.row_tile, mode)
             arch = facts.arch if facts is not None and device == CUDA else 0
-            assert of_slots is rule_of(scheme, 2, arch, facts and facts.row_tile, mode)
+            assert of_slots is row_tile_rule(scheme, 2, arch, facts and facts.row_tile, mode)
 
 
 @every_row("rule", [PORTABLE, EIGHT_BIT, *HOPPER.values(), INVARIANT])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_ops.activation import formula, row_steps
 from moe_ops.dispatch.families.base import broken
 from moe_ops.dispatch.families.many_rows import CONDITIONS
-from moe_ops.dispatch.hopper import KERNELS, PACKED, HopperTiles, widths
+from moe_ops.dispatch.hopper import KERNELS, PACKED, HopperTiles, tile_widths
 from moe_ops.dispatch.portable import EVERY_COLUMN, scale_groups
 from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.row_tiles import HOPPER
@@ -98,7 +98,7 @@ def test_hoppers_kernels_take_what_every_tile_of_theirs_scales_right(on_cpu, n, 
         has_right_scales(constants(n, 2880, 4, rule, weight, RowFacts(1), tiles), kernel)
         for kernel in KERNELS
         for block_m in ROW_TILES
-        for block_n in widths(kernel, block_m, 1)
+        for block_n in tile_widths(kernel, block_m, 1)
         for tiles in [HopperTiles(kernel, block_m, block_n, 1, 2)]
     ]
     problem = GemmProblem(gemm, scheme.key, activation, scale_rows=rows)

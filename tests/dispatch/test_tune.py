@@ -13,10 +13,10 @@ from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.families.many_rows import GATHERED_GROUPS
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, HopperTiles, most_stages, widths
-from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, HopperTiles, most_stages, tile_widths
+from moe_ops.dispatch.row_tiles import row_tile_rule
 from moe_ops.dispatch.tiles import row_tile
-from moe_ops.dispatch.tuned_file import parse
+from moe_ops.dispatch.tuned_file import parse_tuned_layer
 from moe_ops.tuning import files
 from moe_ops.tuning.search import DIMENSIONS, MARGIN, Subject, tune_tokens
 
@@ -32,7 +32,7 @@ def test_candidates_are_worth_a_compile(scheme, tokens):
         kernels = layer.beginnings(tokens, trial.gemm)
         assert trial in kernels or layer.allows(trial)
         assert isinstance(trial.tiles, HopperTiles) or trial.tiles.block_k <= group
-    rows = row_tile(rule_of(scheme, 2, 90, None, False), 8 * tokens, 128)
+    rows = row_tile(row_tile_rule(scheme, 2, 90, None, False), 8 * tokens, 128)
     assert {t.tiles.block_m for t in found} == {rows}  # that of the plan is not searched
     if scheme == "unquantized" and tokens == 2048:
         assert rows == 192 and {kernel_of(t) for t in found} == {PACKED}
@@ -70,7 +70,7 @@ def test_what_hoppers_kernels_lack_is_not_tried(kernel, rows, tokens):
     for stages in (1, 30):
         assert not layer.allows(trial._replace(tiles=replace(trial.tiles, num_stages=stages)))
     (other,) = layer.neighbours(trial, "block_n")
-    assert {trial.tiles.block_n, other.tiles.block_n} == set(widths(kernel, rows, 1))
+    assert {trial.tiles.block_n, other.tiles.block_n} == set(tile_widths(kernel, rows, 1))
     assert other.tiles.num_stages == most_stages(other.tiles, H200)
     assert not layer.neighbours(trial, "num_warps") and not layer.neighbours(trial, "block_k")
     groups = {t.tiles.group_m for t in layer.neighbours(trial, "group_m")}
@@ -115,7 +115,7 @@ def test_the_search_finds_the_fastest_kernel(demand):
     won = {"kernel": PACKED, "BLOCK_N": 128, "GROUP_M": 8, "num_stages": 5, "ON_DEMAND": demand}
     times = {"time_us": 100, "default_us": entry["gemm1"]["default_us"]}
     assert entry["gemm1"] == {**won, **times} and entry["BLOCK_M"] == 128
-    known = parse(layer.file, json.dumps({"top_k": 8, "4096": entry}))
+    known = parse_tuned_layer(layer.file, json.dumps({"top_k": 8, "4096": entry}))
     assert known.entries[0].gemm2 == HopperTiles(PACKED, 128, 128, 8, 5, demand)
 
 
@@ -288,7 +288,7 @@ def test_what_was_tuned_is_found(scheme, tmp_path, monkeypatch):
     counts = [5, 64, 100, 512, 1200, 1365, 1366, 2048, 4096]
     assert files.tune(layer, [64], tmp_path, clock) == [64]
     files.tune(layer, counts, tmp_path, clock)
-    known = parse(layer.file, (tmp_path / layer.file).read_text())
+    known = parse_tuned_layer(layer.file, (tmp_path / layer.file).read_text())
     assert [entry.num_tokens for entry in known.entries] == counts
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))
     for num_tokens, *both in known.entries:

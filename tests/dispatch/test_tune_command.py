@@ -21,7 +21,7 @@ from tune_trials import (
 
 from moe_ops import cli
 from moe_ops.dispatch.hopper import FETCH
-from moe_ops.dispatch.tuned_file import parse
+from moe_ops.dispatch.tuned_file import parse_tuned_layer
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import is_packed
 from moe_ops.tuning import files
@@ -49,7 +49,7 @@ def test_tune_prints_json_and_resumes(clock, tmp_path, capsys):
     assert torch.__version__ in record["entries"]["8"]["made_with"]
     name = "E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json"
     assert record["file"] == str(tmp_path / name)
-    parse(name, (tmp_path / name).read_text())
+    parse_tuned_layer(name, (tmp_path / name).read_text())
     before = len(clock.trials)
     assert exit_code(command) == 0
     assert json.loads(capsys.readouterr().out)["timed"] == [] and len(clock.trials) == before

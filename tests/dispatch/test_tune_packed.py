@@ -17,11 +17,11 @@ from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
     DECODE_MANY,
     DECODE_SUM,
-    most_stages,
+    most_decode_stages,
 )
 from moe_ops.dispatch.plan import DEFAULT
 from moe_ops.dispatch.tiles import TileConfig
-from moe_ops.dispatch.tuned_file import file_name, parse
+from moe_ops.dispatch.tuned_file import file_name, parse_tuned_layer
 from moe_ops.tuning import files
 from moe_ops.tuning.search import DIMENSIONS, Trial, tune_tokens
 
@@ -33,7 +33,7 @@ NAME = file_name(SIZES, "NVIDIA H200", MXFP4)
 @pytest.fixture
 def installed(monkeypatch):
     def install(content, name=NAME):
-        layer = parse(name, json.dumps(content))
+        layer = parse_tuned_layer(name, json.dumps(content))
         monkeypatch.setattr(tuned, "TABLES", tuned.tables([layer]))
 
     return install
@@ -62,7 +62,7 @@ def test_every_trial_has_a_plan(scheme, tokens):
         problem = layer.problem(tokens, trial.gemm)._replace(summed=False)
         plan = plan_gemm(problem, H200, config=trial.tiles)
         assert (plan.kernel, plan.config, plan.source) == (trial.tiles.kernel, trial.tiles, "given")
-        assert trial.tiles.num_stages <= min(6, most_stages(trial.tiles, quant, H200))
+        assert trial.tiles.num_stages <= min(6, most_decode_stages(trial.tiles, quant, H200))
     for which in (1, 2):
         problem = layer.problem(tokens, which)._replace(summed=False)
         start = layer.beginnings(tokens, which)[0]
@@ -92,7 +92,7 @@ def test_steps_of_the_kernel_for_few_rows(rows, ctas):
     near = {size: [t.tiles for t in layer.neighbours(start, size)] for size in DIMENSIONS}
     assert {t.ctas for t in near["ctas"]} == ctas - {start.tiles.ctas}
     for tiles in (start.tiles, *near["ctas"]):
-        most = most_stages(tiles, get_scheme(MXFP4).weight, H200)
+        most = most_decode_stages(tiles, get_scheme(MXFP4).weight, H200)
         assert tiles.num_stages == min(6, most)
         more = layer.neighbours(Trial(256, 1, tiles), "num_stages")
         assert all(trial.tiles.num_stages <= min(6, most) for trial in more)
@@ -129,7 +129,7 @@ def test_the_search_finds_the_fastest(tokens, best, tmp_path, monkeypatch):
         assert found[name]["kernel"] == best["kernel"]
         assert ("CTAS" in found[name]) == (best["kernel"] == DECODE_FEW)
     files.tune(layer, [tokens], tmp_path, Clock(**best))
-    known = parse(layer.file, (tmp_path / layer.file).read_text())
+    known = parse_tuned_layer(layer.file, (tmp_path / layer.file).read_text())
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))
     for which, tiles in enumerate(known.entries[0][1:], start=1):
         assert all(getattr(tiles, size) == value for size, value in best.items())
@@ -269,7 +269,7 @@ def test_a_file_of_another_gpu(installed):
 )
 def test_refused_content(tiles, rows, why):
     with pytest.raises(ValueError) as raised:
-        parse(NAME, json.dumps(record(8, _64=entry(rows, tiles))))
+        parse_tuned_layer(NAME, json.dumps(record(8, _64=entry(rows, tiles))))
     assert str(raised.value).startswith(f"{NAME}: 64.gemm1.{why}")
 
 
@@ -277,4 +277,4 @@ def test_schemes_without_a_packed_form():
     for scheme in ("fp8_channel", "mxfp4", "unquantized"):
         name = file_name(SIZES, "NVIDIA H200", scheme)
         with pytest.raises(ValueError, match=f"kernel must be one that has {scheme} in tiles of"):
-            parse(name, json.dumps(record(8, _64=entry(16, few()))))
+            parse_tuned_layer(name, json.dumps(record(8, _64=entry(16, few()))))

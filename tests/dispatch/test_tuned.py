@@ -15,7 +15,7 @@ from moe_ops.dispatch.plan import DEFAULT
 from moe_ops.dispatch.portable import gemm_tiles, shared_bytes
 from moe_ops.dispatch.row_tiles import EIGHT_BIT, HOPPER, INVARIANT, PORTABLE, routed_among
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm, TileConfig, one_row_tile, row_tile
-from moe_ops.dispatch.tuned_file import file_name, parse
+from moe_ops.dispatch.tuned_file import file_name, parse_tuned_layer
 from moe_ops.inspect.devices import TARGETS
 
 NAME = file_name(SIZES, "NVIDIA H200", "unquantized")
@@ -108,7 +108,7 @@ def changed(path, value):
 )
 def test_refused_content(path, value, named):
     with pytest.raises(ValueError) as raised:
-        parse(NAME, changed(path, value))
+        parse_tuned_layer(NAME, changed(path, value))
     assert str(raised.value).startswith(f"{NAME}: {named}")
 
 
@@ -126,7 +126,7 @@ def test_refused_content(path, value, named):
 )
 def test_refused_files(name, text, named):
     with pytest.raises(ValueError, match=named) as raised:
-        parse(name, text)
+        parse_tuned_layer(name, text)
     assert str(raised.value).startswith(name)
 
 

@@ -29,7 +29,7 @@ from moe_ops.dispatch.hopper import (  # noqa: E402
     HopperTiles,
     most_stages,
     operand_bytes,
-    widths,
+    tile_widths,
 )
 from moe_ops.dispatch.row_tiles import tile_rule  # noqa: E402
 from moe_ops.dispatch.tiles import plan_sizes  # noqa: E402
@@ -50,7 +50,7 @@ LAUNCHERS = SimpleNamespace(
 )
 SHIPPED = [layer for layers in tuned.read_all().values() for layer in layers.values()]
 MADE_UP = [
-    tuned_file.parse(
+    tuned_file.parse_tuned_layer(
         tuned_file.file_name((4, 256, 512), "NVIDIA H200", scheme),
         json.dumps(record(_4=entry(), _80=entry(64, gemm_of(32, num_stages=2)))),
     )
@@ -62,13 +62,13 @@ def all_of_hoppers(scheme, order):
     """A file whose entries have every size of tile that Hopper's kernels have, in most stages."""
     itemsize, content, gpu = operand_bytes(get_scheme(scheme)), {}, TARGETS["sm_90"].facts
     for tokens, kernel, block_m in HOPPER_ROWS:
-        wide = widths(kernel, block_m, itemsize)[::order]
+        wide = tile_widths(kernel, block_m, itemsize)[::order]
         if wide:
             both = [HopperTiles(kernel, block_m, n, 4, 2) for n in (wide[0], wide[-1])]
             both = [replace(t, num_stages=most_stages(t, gpu)) for t in both]
             content[f"_{tokens}"] = entry(block_m, *map(tuned_file.written, both))
     name = tuned_file.file_name((4, 256, 512), "NVIDIA H200", scheme)
-    return tuned_file.parse(name, json.dumps(record(**content)))
+    return tuned_file.parse_tuned_layer(name, json.dumps(record(**content)))
 
 
 HOPPER_ROWS = [

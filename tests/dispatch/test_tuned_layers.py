@@ -15,7 +15,7 @@ import moe_ops
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.tuned import DEFAULT
-from moe_ops.dispatch.tuned_file import file_name, parse
+from moe_ops.dispatch.tuned_file import file_name, parse_tuned_layer
 from moe_ops.testing import assert_matches_reference
 from moe_ops.tuning import files
 
@@ -302,7 +302,7 @@ def test_a_gpu_finds_its_files(installed, seen, device):
     """Compiled too."""
     name = torch.cuda.get_device_name()
     content = record(_4=entry(16, gemm_of(32, 32), gemm_of(32, 32)))
-    installed(parse(file_name(SIZES, name, "unquantized"), json.dumps(content)))
+    installed(parse_tuned_layer(file_name(SIZES, name, "unquantized"), json.dumps(content)))
     graphs = []
 
     @torch.compile(

@@ -81,7 +81,7 @@ def launched(layer, target, mode):
                 kernel = FETCH if c.FETCHES else kernel
                 tiles = (c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, c.ON_DEMAND)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
-            elif isinstance(c, dequantized_gemm.Constants) and kernel is not None:
+            elif isinstance(c, dequantized_gemm.DequantizedConstants) and kernel is not None:
                 tiles = (c.BLOCK_M, 64 * c.STAGE_UNITS, c.GROUP_M, c.STAGES, c.ON_DEMAND, c.CTAS)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
         if name in JOBS:

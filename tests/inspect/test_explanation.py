@@ -19,7 +19,7 @@ from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed, device_facts
 from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN
 from moe_ops.inspect.devices import TARGETS
-from moe_ops.pipeline.selection import CANDIDATES, format_of
+from moe_ops.pipeline.selection import CANDIDATES, wanted_format
 from moe_ops.support import ARCHITECTURES, SUPPORT
 
 QWEN = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
@@ -216,7 +216,7 @@ def test_explained_tiles_are_those_that_run(
     arguments, quant = layer_inputs(config, scheme, device, tokens)
     target = None if HAS_CUDA else "sm_90"
     for cls in CANDIDATES:
-        serves = reason(cls, config, quant.scheme, format_of(config)) is None
+        serves = reason(cls, config, quant.scheme, wanted_format(config)) is None
         if cls.ACTIVATES_IN_GEMM1 is None or cls.is_monolithic() or not serves:
             continue
         seen.clear()

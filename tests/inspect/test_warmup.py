@@ -18,7 +18,7 @@ from moe_ops.dispatch.hopper import PACKED, STREAM
 from moe_ops.dispatch.problem import REACH
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import is_direct
-from moe_ops.dispatch.tuned_file import file_name, parse
+from moe_ops.dispatch.tuned_file import file_name, parse_tuned_layer
 from moe_ops.inspect import warmup
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline import gemms
@@ -87,7 +87,9 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
     """Those that launchers choose at any token count are chosen at one that is run."""
     (experts, width, hidden), wide = (32, 384, 256), scheme == "unquantized"
     if file:
-        layers = [parse(file_name((32, 384, 256), "NVIDIA H200", scheme), json.dumps(file))]
+        layers = [
+            parse_tuned_layer(file_name((32, 384, 256), "NVIDIA H200", scheme), json.dumps(file))
+        ]
         monkeypatch.setattr(tuned, "TABLES", tuned.tables(layers))
     dtype, known = torch.bfloat16, moe_ops.get_scheme(scheme)
     w1, w2 = (

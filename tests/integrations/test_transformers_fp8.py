@@ -181,7 +181,7 @@ def test_no_tokens(arguments):
 @pytest.mark.parametrize("arguments", BLOCKS.values(), ids=BLOCKS)
 def test_nothing_is_copied(arguments):
     module = fp8.experts(**arguments)
-    w1, w2, _, _, config = _fp8.weights_of(module)
+    w1, w2, _, _, config = _fp8.fp8_weights(module)
     for ours, name in (
         (w1, "gate_up_proj"), (config.w1_scale, "gate_up_proj_scale_inv"),
         (w2, "down_proj"), (config.w2_scale, "down_proj_scale_inv"),

@@ -276,7 +276,7 @@ def test_a_gpu_without_fp8(engine, monkeypatch, log):
     def refusal(experts, config, scheme):
         return None if scheme.activation is None else "no fp8"
 
-    monkeypatch.setattr(engine.choice, "refusal", refusal)
+    monkeypatch.setattr(engine.choice, "layer_refusal", refusal)
     assert Method(engine, layer(), "mxfp4_w4a8_token").kept.scheme.name == "mxfp4_w4a16"
     assert [record.message for record in log.records] == ["moe_ops: mxfp4_w4a16 goes before MARLIN"]
 
@@ -398,7 +398,7 @@ def test_a_fault_of_the_plug_in_leaves_the_layer_to_vllm(engine, monkeypatch, lo
     def broken(*_):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(engine.experts, "refusal", broken)
+    monkeypatch.setattr(engine.experts, "layer_refusal", broken)
     assert Method(engine, layer(), "nvfp4_w4a16").experts_cls is vllm.Theirs
     assert "no such thing" in log.text
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 import moe_ops
 from moe_ops.loading.derived import channel_scales
 from moe_ops.loading.names import CheckpointLayout, Piece
-from moe_ops.loading.split import halves
+from moe_ops.loading.split import split_gate_and_up
 from moe_ops.loading.stored import Form, canonical
 from moe_ops.scheme import Group, Scheme, get_scheme
 from moe_ops.scheme.formats import split_nibbles
@@ -84,9 +84,9 @@ def test_gate_and_up_have_two_numbers_at_most():
     for count in (1, 2):
         form = Form(2 * I, H, torch.float32, None, None, CheckpointLayout())
         piece, x = Piece("w13", "global_scale", "weight_scale_2"), torch.arange(1.0, count + 1)
-        assert [float(part) for part in halves(piece, x, form, False)] == [1, count]
+        assert [float(part) for part in split_gate_and_up(piece, x, form, False)] == [1, count]
     with pytest.raises(ValueError, match=r"shape must be that of one or two numbers, got \(3,\)"):
-        halves(piece, torch.ones(3), form, False)
+        split_gate_and_up(piece, torch.ones(3), form, False)
 
 
 def refuses(scheme, source, message):

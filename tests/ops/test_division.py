@@ -15,7 +15,7 @@ from interpreter import fma
 from quantize_oracle import assert_bits
 
 from moe_ops import ops
-from moe_ops.kernels._runtime.slots import next_power_of_2, parts_of
+from moe_ops.kernels._runtime.slots import next_power_of_2, row_parts
 
 reference = importlib.import_module("moe_ops.reference.quantize")
 
@@ -163,7 +163,7 @@ def test_rows_of_any_width(quant, width, rows, device):
 
 @given(width=st.integers(1, 40000))
 def test_parts_hold_a_row(width):
-    cols, parts = parts_of(width)
+    cols, parts = row_parts(width)
     assert cols == next_power_of_2(cols) and (parts - 1) * cols < width <= parts * cols
     assert parts == 1 or 8 * parts * cols <= 9 * width
 

@@ -23,7 +23,7 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import KERNELS as HOPPERS
-from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, widths
+from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, tile_widths
 from moe_ops.dispatch.operands import operands_of
 from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.tiles import is_direct
@@ -42,7 +42,7 @@ TILES = [
     for kernel in HOPPERS
     for itemsize in (1, 2)
     for block_m in (16, 32, 64, 128, 192)
-    for block_n in widths(kernel, block_m, itemsize)
+    for block_n in tile_widths(kernel, block_m, itemsize)
 ]
 
 

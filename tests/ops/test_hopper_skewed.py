@@ -16,7 +16,7 @@ from products import plain_product, scaled_product  # noqa: E402
 
 from moe_ops import ops
 from moe_ops.dispatch.device import device_facts
-from moe_ops.dispatch.hopper import FETCH, PACKED, HopperTiles, most_stages, widths
+from moe_ops.dispatch.hopper import FETCH, PACKED, HopperTiles, most_stages, tile_widths
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.testing import assert_matches_reference
@@ -45,7 +45,7 @@ def launched(monkeypatch):
 def ways(scheme):
     """Those that there are of a scheme's operands."""
     size = 2 if scheme == "unquantized" else 1
-    return [way for way in WAYS if way[2] in widths(*way[:2], size)]
+    return [way for way in WAYS if way[2] in tile_widths(*way[:2], size)]
 
 
 def names(used):

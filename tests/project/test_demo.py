@@ -23,7 +23,7 @@ def judged(**changes):
     grouped = result(logits=[torch.full((3, 4), 1e-6)])
     compiled = result(**changes)
     runs = (result(), grouped, result(), compiled)
-    return list(demo.judge(dict(zip(demo.RUNS, runs, strict=True)), [False]).values())
+    return list(demo.judge_claims(dict(zip(demo.RUNS, runs, strict=True)), [False]).values())
 
 
 def test_equal_runs_hold():

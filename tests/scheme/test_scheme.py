@@ -13,7 +13,7 @@ import moe_ops
 from moe_ops import SCHEMES, FusedMoEQuantConfig, dequantize_weight, get_scheme, quantize_weight
 from moe_ops.scheme import Scheme, formats, parse_quant, rounding
 from moe_ops.scheme.values import ELEMENTS
-from moe_ops.scheme.weights import halves, spread
+from moe_ops.scheme.weights import halves, spread_scale
 from moe_ops.tensors import QTensor
 
 QUANTIZED = [name for name, s in SCHEMES.items() if s.weight is not None]
@@ -118,7 +118,9 @@ def test_nibbles():
 def step(q, quant, n, k):
     """The largest distance of neighbouring numbers, for each weight."""
     widest = {"fp8": 32.0, "fp4": 2.0, "fp6_e2m3": 0.5, "fp6_e3m2": 4.0}
-    steps = spread(rounding.scale_value(q.scale), quant, n, k) * widest.get(quant.element.name, 1.0)
+    steps = spread_scale(rounding.scale_value(q.scale), quant, n, k) * widest.get(
+        quant.element.name, 1.0
+    )
     return steps * halves(q.global_scale, n) if quant.global_scale else steps
 
 

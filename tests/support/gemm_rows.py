@@ -5,7 +5,7 @@ from legs import HAS_CUDA
 from moe_ops.activation import formula
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme
-from moe_ops.scheme.weights import spread
+from moe_ops.scheme.weights import spread_scale
 from moe_ops.testing import Bounded, Problem, assert_matches_reference
 
 
@@ -38,7 +38,7 @@ def numbers(q, scale, scheme, top_k):
 
 def exact_scaled_rows(rows, w, w_scale, bias, expert, scheme):
     """``rows @ w[e].T + bias`` in float64; zeros where a slot is skipped."""
-    weight = w.double() * spread(w_scale.double(), get_scheme(scheme).weight, *w.shape[1:])
+    weight = w.double() * spread_scale(w_scale.double(), get_scheme(scheme).weight, *w.shape[1:])
     out = Bounded.exactly(rows).products(weight, expert)
     return out if bias is None else out.plus(bias[expert])
 

@@ -13,7 +13,7 @@ from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import local_experts, planned_rows
 from moe_ops.scheme import get_scheme, quantize_weight
-from moe_ops.scheme.weights import spread
+from moe_ops.scheme.weights import spread_scale
 from moe_ops.tensors import ExpertWeight, Routing
 from moe_ops.testing import Bounded
 
@@ -142,7 +142,7 @@ def exact(call: SumCall) -> Bounded:
     )
     expert, w = call.experts, weight.data.double()
     if weight.scale is not None:
-        w *= spread(weight.scale.double(), get_scheme(call.scheme).weight, *w.shape[1:])
+        w *= spread_scale(weight.scale.double(), get_scheme(call.scheme).weight, *w.shape[1:])
     y = Bounded.exactly(_rows(call)).products(w, expert)
     y = y if weight.bias is None else y.plus(weight.bias[expert])
     weights = call.used.double()

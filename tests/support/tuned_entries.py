@@ -3,7 +3,7 @@
 import json
 
 from moe_ops.dispatch.hopper import PACKED
-from moe_ops.dispatch.tuned_file import file_name, parse
+from moe_ops.dispatch.tuned_file import file_name, parse_tuned_layer
 from moe_ops.inspect.devices import TARGETS
 
 H200 = TARGETS["sm_90"].facts
@@ -32,4 +32,4 @@ def record(top_k=2, **entries):
 
 
 def layer(content, sizes=SIZES, scheme="unquantized"):
-    return parse(file_name(sizes, "NVIDIA H200", scheme), json.dumps(content))
+    return parse_tuned_layer(file_name(sizes, "NVIDIA H200", scheme), json.dumps(content))

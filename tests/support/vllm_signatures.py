@@ -119,7 +119,7 @@ def wanted() -> list[tuple[str, str]]:
     names += [(module, name) for module, some in interface.PARAMETERS.items() for name in some]
     functions = [*interface.MAKERS, *FUNCTIONS]
     functions += [name for some in interface.FORMATS.values() for name in some]
-    return names + [interface.split(name) for name in functions]
+    return names + [interface.split_name(name) for name in functions]
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from moe_ops.dispatch.hopper_decode import (
     dequantizes,
     few_tiles,
     many_tiles,
-    most_stages,
+    most_decode_stages,
     slot_tiles,
     sum_tiles,
 )
@@ -67,7 +67,7 @@ READS: dict[str, Any] = {"fragments": True, "quantizes": (EACH,)}
 Make = Callable[[Gemm, Quant, Device], HopperTiles | None]
 
 
-def _quant(problem: GemmProblem) -> Quant:
+def _weight_quant(problem: GemmProblem) -> Quant:
     """The format of the weight, which is quantized."""
     return cast(Quant, get_scheme(problem.scheme).weight)
 
@@ -87,7 +87,7 @@ def _in_jobs(
     """A family for few slots, whose warps divide the products: see `hopper_decode.Jobs`."""
 
     def tiles(problem: GemmProblem, device: Device) -> HopperTiles | None:
-        return make(problem.sizes, _quant(problem), device)
+        return make(problem.sizes, _weight_quant(problem), device)
 
     room = Condition(
         "all programs must find room on the GPU at once",
@@ -130,7 +130,7 @@ class Dequantizing(Persistent):
 
     def most_stages(self, tiles: HopperTiles, problem: GemmProblem, device: Device) -> int:
         """The most stages that fit."""
-        return most_stages(tiles, _quant(problem), device)
+        return most_decode_stages(tiles, _weight_quant(problem), device)
 
 
 def _few_groups(problem: GemmProblem) -> Sequence[int]:
@@ -144,7 +144,7 @@ MANY = Dequantizing(
     LAUNCHER,
     (FRAGMENTS, NO_SUM),
     (*CONDITIONS, PLANNED),
-    lambda problem, device: many_tiles(problem.sizes, _quant(problem), device),
+    lambda problem, device: many_tiles(problem.sizes, _weight_quant(problem), device),
     preferred=(
         Condition(
             f"the row tile must be more than {max(FEW_CTAS)}",
@@ -164,7 +164,7 @@ FEW = Dequantizing(
     LAUNCHER,
     (FRAGMENTS, NO_SUM),
     CONDITIONS,
-    lambda problem, device: few_tiles(problem.sizes, _quant(problem), device),
+    lambda problem, device: few_tiles(problem.sizes, _weight_quant(problem), device),
     buffers=_widened,
     groups=_few_groups,
     enough=FEW_STAGES,

@@ -37,7 +37,7 @@ from moe_ops.dispatch.hopper import (
     stream_tiles,
     sums_integers,
     tall_tiles,
-    widths,
+    tile_widths,
 )
 from moe_ops.dispatch.plan import BufferSpec, GemmPlan, quantized_rows, rows_of
 from moe_ops.dispatch.problem import EACH, GemmProblem
@@ -74,7 +74,7 @@ class Persistent(Tunable):
     def widths(self, block_m: int, scheme: Scheme) -> tuple[int, ...]:
         """The values of ``block_n`` for a row tile; empty if it lacks the row tile or scheme."""
         itemsize = operand_bytes(scheme)
-        return () if itemsize is None else widths(self.kernel, block_m, itemsize)
+        return () if itemsize is None else tile_widths(self.kernel, block_m, itemsize)
 
     def ctas(self, block_m: int) -> tuple[int, ...]:
         """The values of ``ctas``: those for which registers suffice."""
@@ -187,7 +187,7 @@ def _has_rows(kernel: str) -> Condition:
     """The kernel has tiles with the row tile of the plan."""
     return Condition(
         f"{kernel} must have tiles of {{problem.sizes.row_tile}} rows",
-        lambda p, _: widths(kernel, p.sizes.row_tile, p.gemm.itemsize) != (),
+        lambda p, _: tile_widths(kernel, p.sizes.row_tile, p.gemm.itemsize) != (),
     )
 
 

@@ -32,7 +32,7 @@ from moe_ops.dispatch.tiles import next_power_of_2
 from moe_ops.scheme import get_scheme
 
 
-def _tiles(problem: GemmProblem, device: Device) -> HopperTiles:
+def _one_token_tiles(problem: GemmProblem, device: Device) -> HopperTiles:
     """The number of stages that leaves room on an SM for one CTA of each GEMM and the vectors."""
     gemm, quant = problem.gemm, get_scheme(problem.scheme).activation
     vectors = next_power_of_2(gemm.num_slots) if problem.summed else 1
@@ -41,6 +41,10 @@ def _tiles(problem: GemmProblem, device: Device) -> HopperTiles:
     room = device.shared_memory // 2 - 1024 - OTHER_BYTES - PIECES * steps * columns * row
     stages = min(TOKEN_STAGES, room // (PIECES * TOKEN_ROWS * row + 16))
     return HopperTiles(TOKEN, 1, TOKEN_ROWS, 1, stages)
+
+
+def _has_room(problem: GemmProblem, device: Device) -> bool:
+    return _one_token_tiles(problem, device).num_stages >= LEAST_TOKEN_STAGES
 
 
 def _scales_each_row(problem: GemmProblem, _: Device) -> bool:
@@ -55,14 +59,14 @@ def _family(kernel: str, product: Condition, *, sums: bool) -> Family:
         Condition("rows must have a scale each, or one for every 128 columns", _scales_each_row),
         served_by(90), FOLLOWS_LOAD, ONE_TOKEN, DIRECT, BOXES, WHOLE_BOXES,
         Condition(f"K must leave room for {LEAST_TOKEN_STAGES} stages, got {{problem.sizes.k}}",
-                  lambda problem, device: _tiles(problem, device).num_stages >= LEAST_TOKEN_STAGES),
+                  _has_room),
     )  # fmt: skip
     return Family(
         kernel,
         "_hopper.one_token_gemm:TokenGemm",
         (product, OPERANDS),
         conditions,
-        _tiles,
+        _one_token_tiles,
         quantizes=(EACH, ALL),
         buffers=lambda problem: (),
         sums=sums,

@@ -63,14 +63,14 @@ def run(
         NotImplementedError, TypeError, ValueError: something that this library does not serve.
             Raised before anything is computed.
     """
-    _check_call(dispatch_output)
+    _check_token_form(dispatch_output)
     x, routed = dispatch_output.hidden_states, dispatch_output.topk_output
     topk_weights, topk_ids = routed.topk_weights, routed.topk_ids
     scheme, activation = served_layer(quant_info, runner_config)
-    _check_weights(x, quant_info, scheme)
+    _check_weight_form(x, quant_info, scheme)
     if batch_invariant:
         check_batch_invariant(scheme)
-    on_input, factor = runner_config.apply_router_weight_on_input, _factor(runner_config)
+    on_input, factor = runner_config.apply_router_weight_on_input, _result_factor(runner_config)
     if factor != 1:
         topk_weights = topk_weights * factor
     w1, w2 = quant_info.w13_weight, quant_info.w2_weight
@@ -106,19 +106,19 @@ def served_layer(info: Any, config: Any) -> tuple[Scheme, Activation]:
             "results that are not summed": config.no_combine,
             "FP32 intermediates": config.silu_mul_keep_fp32,
             "router weights on the input with biases": on_input and info.b13 is not None,
-            "router weights on the input with a factor": on_input and _factor(config) != 1,
+            "router weights on the input with a factor": on_input and _result_factor(config) != 1,
         }
     )
-    scheme, device = scheme_of(info), info.w13_weight.device
+    scheme, device = runner_scheme(info), info.w13_weight.device
     if device.type == "cuda":
         if torch.version.hip or capability_of(device) < min_capability(scheme.activation):
             raise NotImplementedError(f"no kernel of {scheme.name} for {device}")
     elif device.type != "cpu":
         raise NotImplementedError(f"device must be cuda or cpu, got {device}")
-    return scheme, activation_of(config, info)
+    return scheme, runner_activation(config, info)
 
 
-def scheme_of(info: Any) -> Scheme:
+def runner_scheme(info: Any) -> Scheme:
     """Return the scheme of a ``TritonMoeQuantInfo``.
 
     Raises:
@@ -153,7 +153,7 @@ def library_config(info: Any, scheme: Scheme) -> FusedMoEQuantConfig:
     return FusedMoEQuantConfig(scheme, **tensors)
 
 
-def activation_of(config: Any, info: Any) -> Activation:
+def runner_activation(config: Any, info: Any) -> Activation:
     """Return the activation that SGLang's Triton runner would compute.
 
     Raises:
@@ -187,12 +187,12 @@ def _gated_silu(config: Any, info: Any) -> Activation:
     return Activation(MoEActivation.SILU, clamp_limit=config.swiglu_limit)
 
 
-def _factor(config: Any) -> float:
+def _result_factor(config: Any) -> float:
     """Return the factor of the result."""
     return 1.0 if config.routed_scaling_factor is None else config.routed_scaling_factor
 
 
-def _check_call(dispatch_output: Any) -> None:
+def _check_token_form(dispatch_output: Any) -> None:
     """Raise NotImplementedError for tokens of another form."""
     quantized = (dispatch_output.hidden_states_pre_quant, dispatch_output.hidden_states_scale)
     _refuse_any(
@@ -210,7 +210,7 @@ def _refuse_any(rules: dict[str, bool]) -> None:
             raise NotImplementedError(f"{text} are not supported")
 
 
-def _check_weights(x: Tensor, info: Any, scheme: Scheme) -> None:
+def _check_weight_form(x: Tensor, info: Any, scheme: Scheme) -> None:
     """Raise NotImplementedError for weights of another form."""
     w1, w2, quant = info.w13_weight, info.w2_weight, scheme.weight
     dtype = x.dtype if quant is None else quant.dtype

@@ -86,7 +86,7 @@ def _first_missing(
                 return f"{module}.{name}"
     for (module, name), parts in forms.items():
         value = attribute_of(module, name)
-        if value is None or _parts(value) != parts:
+        if value is None or _part_names(value) != parts:
             return f"{module}.{name}"
     return None
 
@@ -97,7 +97,7 @@ def formats() -> dict[str, str | None]:
     return {"layers of the Triton runner": lacks, "gpt-oss in MXFP4": lacks or missing_for_mxfp4()}
 
 
-def _parts(value: Any) -> tuple[str, ...]:
+def _part_names(value: Any) -> tuple[str, ...]:
     """Names of a dataclass's fields, of a NamedTuple's, or of a function's parameters."""
     if is_dataclass(value):
         return tuple(field.name for field in fields(value))

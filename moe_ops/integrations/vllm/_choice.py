@@ -13,7 +13,7 @@ from moe_ops.integrations.vllm._experts import (
     ENGINE,
     BatchedMoeOpsExperts,
     MoeOpsExperts,
-    refusal,
+    layer_refusal,
 )
 from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import Arguments
@@ -29,7 +29,7 @@ FOR_OLDER_GPUS = ("MARLIN", "BATCHED_MARLIN", "HUMMING")
 """vLLM's choices that stay on GPUs before Hopper, where this library was not timed beside them."""
 
 
-def chosen(
+def choose_experts(
     arguments: Arguments, backend: Any, schemes: Callable[[Arguments], list[Scheme]], *, moves: bool
 ) -> tuple[Place, type] | None:
     """Return what a layer keeps if this library serves it; None, and a log line, otherwise."""
@@ -40,7 +40,7 @@ def chosen(
     try:
         reason = _prevented(config, theirs, moves=moves)
         wanted = [] if reason else schemes(arguments)
-        able = [x for x in wanted if refusal(experts.EXPERTS, config, x) is None]
+        able = [x for x in wanted if layer_refusal(experts.EXPERTS, config, x) is None]
         for scheme in able[:1] or wanted[-1:]:  # if none, the last one's reason is the log line
             format = experts.activation_format()
             supported, _ = experts.is_supported_config(experts, config, scheme, None, format)

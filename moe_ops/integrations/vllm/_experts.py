@@ -40,7 +40,7 @@ GIVEN = {
 """Numbers of an activation that come from the model. vLLM ignores others, except for situ."""
 
 
-def activation_of(moe_config: Any, quant_config: Any = None) -> Activation:
+def layer_activation(moe_config: Any, quant_config: Any = None) -> Activation:
     """Return the activation of a layer of vLLM, with its numbers.
 
     Args:
@@ -61,7 +61,7 @@ def activation_of(moe_config: Any, quant_config: Any = None) -> Activation:
     return Activation(kind, **{name: numbers[name] for name in GIVEN.get(kind, ())})
 
 
-def layer_of(moe_config: Any, activation: Activation) -> FusedMoEConfig:
+def library_layer(moe_config: Any, activation: Activation) -> FusedMoEConfig:
     """Return a layer of vLLM as this library describes it.
 
     Raises:
@@ -104,7 +104,7 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         num_dispatchers: int | None = None,
     ) -> None:
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
-        self.library_activation = activation_of(moe_config, quant_config)
+        self.library_activation = layer_activation(moe_config, quant_config)
         self._use(library_config(quant_config, moe_config.num_local_experts))
         scheme = self.experts.quant_config.scheme
         say_that_it_serves(ENGINE, scheme, self.library_activation.key)
@@ -112,7 +112,7 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     def _use(self, config: FusedMoEQuantConfig) -> None:
         """Make the experts that run, of a scheme with its scales and biases."""
         self.experts: Any = self.EXPERTS(
-            layer_of(self.moe_config, self.library_activation),
+            library_layer(self.moe_config, self.library_activation),
             config,
             self.max_num_tokens,
             self.num_dispatchers,
@@ -157,7 +157,9 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
             cls, moe_config, weight_key, activation_key, activation_format
         )
         if supported:
-            reason = refusal(cls.EXPERTS, moe_config, scheme_of_keys(weight_key, activation_key))
+            reason = layer_refusal(
+                cls.EXPERTS, moe_config, scheme_of_keys(weight_key, activation_key)
+            )
         if reason is not None and activation_format == cls.activation_format():
             say_once(ENGINE, f"vLLM's own experts run: {reason}")
         return reason is None, reason
@@ -382,7 +384,7 @@ class BatchedMoeOpsExperts(MoeOpsExpertsBase):
         output.copy_(rows)
 
 
-def refusal(
+def layer_refusal(
     experts: type[TritonExperts] | type[BatchedTritonExperts],
     moe_config: Any,
     scheme: Scheme | None,
@@ -400,7 +402,7 @@ def refusal(
     if setting is not None:
         return f"a layer with {setting}, which this plug-in does not know"
     try:
-        layer = layer_of(moe_config, activation_of(moe_config))
+        layer = library_layer(moe_config, layer_activation(moe_config))
     except (TypeError, ValueError) as error:
         return str(error)
     weight, activation = scheme.weight, scheme.activation

@@ -21,9 +21,9 @@ from typing import Any
 
 from moe_ops.integrations._engines import attribute_of, say_once
 from moe_ops.integrations.vllm import _kernels, _weights
-from moe_ops.integrations.vllm._choice import chosen
-from moe_ops.integrations.vllm._experts import ENGINE, MoeOpsExperts, refusal
-from moe_ops.integrations.vllm._interface import FORMATS, ORACLES, missing_of, split
+from moe_ops.integrations.vllm._choice import choose_experts
+from moe_ops.integrations.vllm._experts import ENGINE, MoeOpsExperts, layer_refusal
+from moe_ops.integrations.vllm._interface import FORMATS, ORACLES, missing_of, split_name
 from moe_ops.integrations.vllm._methods import choosing, processing
 from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import (
@@ -48,10 +48,10 @@ def changes() -> Iterator[Change]:
     for name in (name for format in served for name in FORMATS[format]):
         owner, _, last = name.rpartition(".")
         if name in _WRAPPERS:
-            yield from everywhere(attribute_of(*split(name)), _WRAPPERS[name])
+            yield from everywhere(attribute_of(*split_name(name)), _WRAPPERS[name])
         elif last in _METHOD:
-            method = wrapped(attribute_of(*split(name)), _METHOD[last])
-            yield from [] if method is None else [(attribute_of(*split(owner)), last, method)]
+            method = wrapped(attribute_of(*split_name(name)), _METHOD[last])
+            yield from [] if method is None else [(attribute_of(*split_name(owner)), last, method)]
 
 
 def _is_offered(format: str) -> bool:
@@ -117,7 +117,7 @@ def _selecting(
             except (NotImplementedError, *none) as error:
                 failure = error
             arguments = _bound(function, args, kwargs)
-            ours = chosen(arguments, theirs[0], schemes, moves=moves)
+            ours = choose_experts(arguments, theirs[0], schemes, moves=moves)
             if ours is None and failure is not None:
                 raise failure
             return ours or theirs
@@ -147,7 +147,7 @@ def _step(step: Callable[[Place, Arguments], Any]) -> Wrapper:
 def _mxfp4_weights(place: Place, arguments: Arguments) -> Any:
     """Convert MXFP4 weights, once it is known whether the checkpoint asks for fp8 activations."""
     asked = of_activation(arguments.get("activation_key"))
-    if asked is not None and refusal(MoeOpsExperts.EXPERTS, place.moe_config, asked) is None:
+    if asked is not None and layer_refusal(MoeOpsExperts.EXPERTS, place.moe_config, asked) is None:
         place.scheme = asked
     return _weights.mxfp4(place, arguments)
 

@@ -182,13 +182,13 @@ def missing_of(format: str) -> str | None:
     A function that lacks a parameter which wrappers use counts as missing.
     """
     for name, parameters in {**FORMATS[format], **MAKERS}.items():
-        function = attribute_of(*split(name))
+        function = attribute_of(*split_name(name))
         if function is None or not set(parameters) <= set(signature(function).parameters):
             return name
     return None
 
 
-def split(name: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
     """Return the module of a dotted name and the rest, which begins at the first capital letter."""
     parts = name.split(".")
     classes = [i for i, part in enumerate(parts) if part[0].isupper()]

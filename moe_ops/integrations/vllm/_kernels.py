@@ -40,7 +40,7 @@ def mxfp4_config(place: Place, call: Arguments) -> Any:
         per_act_token_quant=fp8,
         weight_dtype="mxfp4",
         gemm1_clamp_limit=call["swiglu_limit"],
-        **_named(call, "w1_scale", "w2_scale", "w1_bias", "w2_bias", "gemm1_alpha", "gemm1_beta"),
+        **_subset(call, "w1_scale", "w2_scale", "w1_bias", "w2_bias", "gemm1_alpha", "gemm1_beta"),
     )
 
 
@@ -49,7 +49,7 @@ def mxfp8_config(place: Place, call: Arguments) -> Any:
     return FusedMoEQuantConfig.make(
         weight_dtype="mxfp8",
         gemm1_clamp_limit=call["swiglu_limit"],
-        **_named(call, "w1_scale", "w2_scale", "w1_bias", "w2_bias", "gemm1_alpha", "gemm1_beta"),
+        **_subset(call, "w1_scale", "w2_scale", "w1_bias", "w2_bias", "gemm1_alpha", "gemm1_beta"),
     )
 
 
@@ -67,5 +67,5 @@ def nvfp4_config(place: Place, call: Arguments) -> Any:
     )
 
 
-def _named(call: Arguments, *names: str) -> dict[str, Any]:
+def _subset(call: Arguments, *names: str) -> dict[str, Any]:
     return {name: call[name] for name in names}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from vllm.model_executor.utils import replace_parameter
 
-from moe_ops.integrations.vllm._choice import chosen
+from moe_ops.integrations.vllm._choice import choose_experts
 from moe_ops.integrations.vllm._kernels import kernel
 from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import mxfp4_schemes
@@ -21,7 +21,7 @@ def choosing(function: Callable) -> Callable:
     def __init__(self: Any, moe: Any) -> None:  # noqa: N807 - vLLM's
         function(self, moe)
         if self.experts_cls is not None and self.experts_cls.__name__ == "MarlinExperts":
-            ours = chosen({"config": moe}, self.mxfp4_backend, mxfp4_schemes, moves=False)
+            ours = choose_experts({"config": moe}, self.mxfp4_backend, mxfp4_schemes, moves=False)
             if ours is not None:
                 self.mxfp4_backend, self.experts_cls = ours
 

@@ -108,7 +108,7 @@ def _scheme(config: Any) -> Scheme:
     if weight is None and rows is None:
         return UNQUANTIZED
     if rows is None and weight in ("int4", torch.int8):
-        return _integers("int4_w4a16" if weight == "int4" else "int8_w8a16", config)
+        return _integer_scheme("int4_w4a16" if weight == "int4" else "int8_w8a16", config)
     token = rows == torch.float8_e4m3fn and config.per_act_token_quant
     name = WEIGHTS.get((weight, "fp8" if token else rows))
     if name is not None:
@@ -125,7 +125,7 @@ def _scheme(config: Any) -> Scheme:
     return SCHEMES[f"{element}_tensor" + ("" if config.a1_scale is None else "_static")]
 
 
-def _integers(name: str, config: Any) -> Scheme:
+def _integer_scheme(name: str, config: Any) -> Scheme:
     """Return the scheme of integer weights with a scale per group along K, or per row."""
     if config.block_shape is None:
         return SCHEMES["int4_w4a16_channel" if name == "int4_w4a16" else name]

@@ -44,7 +44,7 @@ def formed(
 
 def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """int4 and int8 weights with a scale for each group along K, with or without zero points."""
-    plain = awq_weight if is_awq(arguments["quant_config"]) else rows_first
+    plain = awq_weight if describes_awq(arguments["quant_config"]) else rows_first
     bits, qs = place.scheme.weight.element.bits, []  # type: ignore[union-attr]
     for which in ("w13", "w2"):
         zeros = data_of(arguments[f"{which}_qzeros"])
@@ -56,7 +56,7 @@ def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     return w13, w2, scale13, scale2, zero13, zero2, None, None, *biases
 
 
-def is_awq(config: Any) -> bool:
+def describes_awq(config: Any) -> bool:
     """Whether a configuration of vLLM describes AWQ's order of columns."""
     return type(config).__name__ == "AutoAWQConfig"
 

@@ -120,7 +120,7 @@ class DenseGemm:
         self.rule, self.part = sizes.rule, cuts_up(sizes, tiles)
         self.adds = problem.adds
         self.programs, self.num_experts = max_programs(sizes, tiles), sizes.num_experts
-        self.launch = _launch(
+        self.launch = _dense_gemm_launch(
             sizes.n, sizes.k, problem.top_k, problem.permuted, problem.activation, tiles,
             problem.adds,
         )  # fmt: skip
@@ -141,7 +141,7 @@ class DenseGemm:
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def _dense_gemm_launch(
     n: int,
     k: int,
     top_k: int,

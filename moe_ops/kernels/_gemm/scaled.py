@@ -211,7 +211,7 @@ class ScaledGemm:
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         self.quant, self.num_experts = problem.quant, problem.sizes.num_experts
         self.programs = max_programs(problem.sizes, plan.config)
-        self.launch = _launch(Variant.of(problem), plan.config)
+        self.launch = _scaled_gemm_launch(ScaledVariant.of(problem), plan.config)
 
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
@@ -225,7 +225,7 @@ class ScaledGemm:
         )  # fmt: skip
 
 
-class Variant(NamedTuple):
+class ScaledVariant(NamedTuple):
     """Constants of a launch besides its tiles; they do not depend on the number of slots."""
 
     n: int
@@ -238,11 +238,11 @@ class Variant(NamedTuple):
     weight: WeightRows
 
     @staticmethod
-    def of(problem: GemmProblem) -> Variant:
+    def of(problem: GemmProblem) -> ScaledVariant:
         """The variant of a problem."""
         sizes, quant = problem.sizes, problem.quant
         rest = (problem.activation, problem.weight_rows)
-        return Variant(sizes.n, sizes.k, problem.top_k, quant, *rest)
+        return ScaledVariant(sizes.n, sizes.k, problem.top_k, quant, *rest)
 
     def constants(self, tiles: TileConfig) -> dict[str, Any]:
         """The constexpr arguments of a kernel for two quantized operands."""
@@ -267,7 +267,7 @@ class Variant(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _launch(variant: Variant, tiles: TileConfig) -> Launch:
+def _scaled_gemm_launch(variant: ScaledVariant, tiles: TileConfig) -> Launch:
     return Launch(scaled_gemm_kernel, **variant.constants(tiles))
 
 

@@ -19,7 +19,7 @@ from moe_ops.dispatch.tiles import TileConfig, max_programs, next_power_of_2
 from moe_ops.kernels._gemm.epilogue import activate
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.scaled import (
-    Variant,
+    ScaledVariant,
     add_product,
     find_scales,
     finish_sums,
@@ -153,7 +153,7 @@ class SlotGemm:
         at_once = 32 * tiles.num_warps * BYTES_AT_ONCE // sizes.itemsize
         chunk = min(next_power_of_2(sizes.k), at_once)
         self.programs, self.num_experts = max_programs(sizes, tiles), sizes.num_experts
-        self.launch = _launch(Variant.of(problem), chunk, tiles)
+        self.launch = _scaled_slot_launch(ScaledVariant.of(problem), chunk, tiles)
 
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """Launch one program per slot and tile of columns."""
@@ -167,7 +167,7 @@ class SlotGemm:
 
 
 @lru_cache(maxsize=1024)
-def _launch(variant: Variant, chunk: int, tiles: TileConfig) -> Launch:
+def _scaled_slot_launch(variant: ScaledVariant, chunk: int, tiles: TileConfig) -> Launch:
     quant = rule_of(variant.quant)
     constants = variant.constants(tiles)
     return Launch(scaled_gemm_slot_kernel, QUANT=quant, CHUNK=chunk, **constants)

@@ -25,7 +25,7 @@ CHUNKS = 4
 
 
 @triton.constexpr_function
-def _places(bit):
+def _bit_places(bit):
     """Places of a bit of a 4-bit float, four bits for each register."""
     return sum(places[bit] << (4 * register) for register, places in enumerate(PLACES))
 
@@ -41,7 +41,7 @@ def _floats(word, register):
     """The 4-bit floats of a register, one in each half of a word."""
     both = word * 0
     for bit in tl.static_range(4):
-        place = (_places(bit) >> (4 * register)) & 15
+        place = (_bit_places(bit) >> (4 * register)) & 15
         bits = (word >> place) & 0x00010001
         if bit == 3:  # register 2 has its signs in the other halves
             bits = tl.where(register == 2, bits >> 16 | (bits & 1) << 16, bits)
@@ -82,7 +82,7 @@ def _unpack_kernel(
 
 
 @lru_cache(maxsize=64)
-def _launch(bits: int, spread: bool) -> Launch:
+def _unpack_launch(bits: int, spread: bool) -> Launch:
     sizes = {"ROWS": CHUNK, "CHUNKS": CHUNKS, "num_warps": 4}
     return Launch(_unpack_kernel, BITS=bits, SPREAD=spread, **sizes)
 
@@ -100,5 +100,5 @@ def plain_data(words: Tensor, quant: Quant) -> Tensor:
     num_chunks = width * words.dtype.itemsize * 8 // bits // CHUNK
     grid = (experts * n // CHUNK, cdiv(num_chunks, CHUNKS))
     if grid[0] and grid[1]:
-        _launch(bits, bits_spread(quant))(grid, words, out, num_chunks)
+        _unpack_launch(bits, bits_spread(quant))(grid, words, out, num_chunks)
     return out.view(quant.dtype)

@@ -239,7 +239,7 @@ class StoredGemm:
         operands = self.viewed(operands)
         a, w, num_experts = operands.a, operands.weight.data, operands.weight.data.shape[0]
         variant = Variant.of(self.problem, operands, self.scheme)
-        _launch(type(self), variant, self.tiles)(
+        _weight_only_launch(type(self), variant, self.tiles)(
             (self.programs,),
             a,
             as_bytes(dense(operands.a_scale)),
@@ -261,12 +261,12 @@ class DequantizeGemm(StoredGemm):
     kernel = weight_only_gemm_kernel
 
     def viewed(self, operands: GemmOperands) -> GemmOperands:
-        """View stored values as `entries`."""
+        """View stored values as `stored_entries`."""
         weight = operands.weight
-        data = entries(weight.data, self.scheme.weight)
+        data = stored_entries(weight.data, self.scheme.weight)
         operands = operands._replace(weight=weight._replace(data=data))
         if self.scheme.activation is not None:
-            operands = operands._replace(a=entries(operands.a, self.scheme.activation))
+            operands = operands._replace(a=stored_entries(operands.a, self.scheme.activation))
         return operands
 
     def vectors(self, operands: GemmOperands) -> tuple[Tensor | None, ...]:
@@ -348,7 +348,7 @@ class Variant(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _launch(kind: type[StoredGemm], variant: Variant, tiles: TileConfig) -> Launch:
+def _weight_only_launch(kind: type[StoredGemm], variant: Variant, tiles: TileConfig) -> Launch:
     return Launch(
         kind.kernel,
         N=variant.n,
@@ -380,7 +380,7 @@ def scale_strides(scale: Tensor | None, rows: Quant | None, num_experts: int) ->
     return 0, scale.shape[1]
 
 
-def entries(x: Tensor, quant: Quant) -> Tensor:
+def stored_entries(x: Tensor, quant: Quant) -> Tensor:
     """View stored values as bytes, or as words of two neighbours along K if the layout allows."""
     if quant.element.values_per_byte == 2:
         return x

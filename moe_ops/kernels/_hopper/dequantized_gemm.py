@@ -44,7 +44,7 @@ from moe_ops.scheme.weights import rows_per_scale
 
 
 @dataclass(frozen=True)
-class Constants(TiledLayout):
+class DequantizedConstants(TiledLayout):
     """Constants of the kernels that dequantize weights in registers."""
 
     INTERLEAVED: bool
@@ -162,7 +162,7 @@ class Constants(TiledLayout):
         return descriptor(x, box, shape, strides, swizzled=False)
 
 
-class Variant(NamedTuple):
+class TensorFacts(NamedTuple):
     """Facts of the tensors that constants depend on."""
 
     half: bool
@@ -174,8 +174,10 @@ class Variant(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Constants:
-    """The `Constants` of a GEMM."""
+def dequantized_constants(
+    problem: GemmProblem, tiles: HopperTiles, variant: TensorFacts
+) -> DequantizedConstants:
+    """The `DequantizedConstants` of a GEMM."""
     sizes, rule, quant = problem.sizes, problem.rule, get_scheme(problem.scheme).weight
     gated = rule is not None and rule.gated
     apart = gated and not rule.interleaved
@@ -190,7 +192,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     ):
         scaled = "sums"
     copied, groups = unit_bytes(quant), stage_groups(quant)
-    return Constants(
+    return DequantizedConstants(
         N=sizes.n,
         K=sizes.k,
         TOP_K=problem.top_k,
@@ -237,7 +239,7 @@ class DecodeGemm:
 
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
-        c = constants(self.problem, self.tiles, variant_of(self.problem, operands))
+        c = dequantized_constants(self.problem, self.tiles, variant_of(self.problem, operands))
         weight = operands.weight
         told = tile_arguments(operands.tiles, out.shape[0], self.problem.sizes.num_experts)
         quant = get_scheme(self.problem.scheme).activation
@@ -253,7 +255,7 @@ class DecodeGemm:
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], told[4], c.BLOCK_M) * c.NUM_N
             programs = min(c.CTAS * processors, most)
-            rows, row_scale = wide(operands, quant)
+            rows, row_scale = rows_in_16_bits(operands, quant)
             c.few(
                 (programs,), rows, rows.stride(0), *boxes, *added, row_scale, out, *factors, *told
             )
@@ -279,7 +281,7 @@ class DecodeGemm:
         return quantize_rows(a, None, quant, plan, num_slots, num_rows, top_k, wider)
 
 
-def wide(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:
+def rows_in_16_bits(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:
     """Rows in 16 bits, and their scales: quantized rows become bf16, which holds all of fp8.
 
     A copy, not a conversion where rows are loaded: each tile loads them, and the kernel that
@@ -293,11 +295,11 @@ def wide(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | 
     return wide_rows(operands.a, topk_ids, expert_map, operands.num_experts, quant)
 
 
-def variant_of(problem: GemmProblem, operands: GemmOperands) -> Variant:
-    """The `Variant` of a GEMM's operands."""
+def variant_of(problem: GemmProblem, operands: GemmOperands) -> TensorFacts:
+    """The `TensorFacts` of a GEMM's operands."""
     rows, factor = problem.weight[1], operands.weight.global_scale
     quant = get_scheme(problem.scheme).weight
     scale_rows = rows_per_scale(operands.weight.scale, quant, rows)
     global_rows = 0 if factor is None else rows // (factor.numel() // operands.weight.data.shape[0])
     half = operands.a.dtype == torch.float16 and get_scheme(problem.scheme).activation is None
-    return Variant(half, scale_rows, global_rows)
+    return TensorFacts(half, scale_rows, global_rows)

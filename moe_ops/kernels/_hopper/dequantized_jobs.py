@@ -36,7 +36,7 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @aggregate
-class Inputs:
+class JobInputs:
     """Both operands in memory: rows, and a packed weight with its scales and zero points."""
 
     rows: gl.tensor

@@ -10,10 +10,16 @@ from torch import Tensor
 
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.hopper_decode import JOB_CTAS, JOB_REGISTERS, Jobs, count_sums, divide
+from moe_ops.dispatch.hopper_decode import JOB_CTAS, JOB_REGISTERS, Jobs, count_sums, divide_jobs
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._hopper.dequantized_gemm import Constants, Variant, constants, variant_of, wide
+from moe_ops.kernels._hopper.dequantized_gemm import (
+    DequantizedConstants,
+    TensorFacts,
+    dequantized_constants,
+    rows_in_16_bits,
+    variant_of,
+)
 from moe_ops.kernels._hopper.dequantized_jobs import ROWS, WARPS
 from moe_ops.kernels._hopper.dequantized_slot import hopper_decode_slot_kernel
 from moe_ops.kernels._hopper.dequantized_sum import hopper_decode_sum_kernel
@@ -24,7 +30,7 @@ from moe_ops.scheme import get_scheme
 
 @dataclass(frozen=True)
 class JobConstants:
-    """Constants of the kernels for few slots, beside the `Constants` of the product."""
+    """Constants of the kernels for few slots, beside the `DequantizedConstants` of the product."""
 
     COUNT: int
     """Slots."""
@@ -62,14 +68,14 @@ class JobConstants:
 def ready(
     problem: GemmProblem,
     tiles: HopperTiles,
-    variant: Variant,
+    variant: TensorFacts,
     jobs: Jobs,
     groups: int,
     early: bool,
 ) -> Launch:
     """The launch of a problem's kernel."""
     total = jobs.passes * jobs.rounds
-    common: Constants = constants(problem, tiles, variant)
+    common: DequantizedConstants = dequantized_constants(problem, tiles, variant)
     more = JobConstants(
         COUNT=problem.sizes.num_slots,
         BLOCKS=problem.weight[1] // tiles.block_n,
@@ -99,7 +105,7 @@ class DecodeJobs:
         self.problem, self.tiles = problem, plan.config
         sizes, quant = problem.sizes, get_scheme(problem.scheme).weight
         slots = sizes.num_slots if problem.summed else 1
-        self.jobs = divide(sizes, quant, self.tiles.block_n // ROWS.value, slots)
+        self.jobs = divide_jobs(sizes, quant, self.tiles.block_n // ROWS.value, slots)
         blocks = problem.weight[1] // self.tiles.block_n
         self.programs = blocks if problem.summed else blocks * sizes.num_slots
 
@@ -115,7 +121,7 @@ class DecodeJobs:
         early = operands.early and all_dense(weight.scale, weight.zero_point, topk_ids, expert_map)
         variant = variant_of(self.problem, operands)
         launch = ready(self.problem, self.tiles, variant, self.jobs, groups, early)
-        rows, row_scale = wide(operands, get_scheme(self.problem.scheme).activation)
+        rows, row_scale = rows_in_16_bits(operands, get_scheme(self.problem.scheme).activation)
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
         bias, weights, factors, ids, mapped = dense_vectors(

@@ -12,7 +12,7 @@ from moe_ops.kernels._gemm.epilogue import activate, activate_rows
 from moe_ops.kernels._hopper.dequantized_jobs import (
     ROWS,
     WARPS,
-    Inputs,
+    JobInputs,
     add_jobs,
     add_parts,
     begin,
@@ -77,7 +77,7 @@ def hopper_decode_slot_kernel(
     ``e = ids[s]``; slots without an expert here are skipped.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    inputs = Inputs(a, stride_am, words, stride_we, scale, zeros)
+    inputs = JobInputs(a, stride_am, words, stride_we, scale, zeros)
     ring = make_ring(inputs, C, S)
     sums = gl.allocate_shared_memory(gl.float32, [S.SUMS, WARPS * ROWS], FLAT)
     choices = Choices(topk_ids, topk_weights, expert_map, num_ids, num_experts)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels._hopper.dequantized_jobs import (
     ROWS,
     WARPS,
-    Inputs,
+    JobInputs,
     add_jobs,
     add_parts,
     begin,
@@ -56,7 +56,7 @@ def hopper_decode_sum_kernel(
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     OUT: gl.constexpr = out.dtype.element_ty
     COUNT: gl.constexpr = S.COUNT
-    inputs = Inputs(h, stride_hm, words, stride_we, scale, zeros)
+    inputs = JobInputs(h, stride_hm, words, stride_we, scale, zeros)
     ring = make_ring(inputs, C, S)
     sums = gl.allocate_shared_memory(gl.float32, [S.SUMS, WARPS * ROWS], FLAT)
     choices = Choices(topk_ids, topk_weights, expert_map, num_ids, num_experts)

@@ -25,7 +25,7 @@ from moe_ops.kernels._quantize.rounding import (
 )
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import HEADER, next_power_of_2, parts_of
+from moe_ops.kernels._runtime.slots import HEADER, next_power_of_2, row_parts
 from moe_ops.scheme import WHOLE, Quant
 
 
@@ -112,7 +112,7 @@ def _quantize_pack_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int, int]:
+def _gather_launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int, int]:
     """The kernel, rows per program, and programs along a row."""
     cols = min(next_power_of_2(k), 4096 // itemsize)
     rows = min(64, 16384 // (cols * itemsize))  # no more than the smallest row tile
@@ -157,7 +157,7 @@ def pack_rows(
         groups = 1 if shared else a_scale.shape[1]
         stride = 0 if shared else groups
         scales = a_scale.new_empty(groups, num_rows, dtype=torch.float32)
-    kernel, height, pieces = _launch(k, a.itemsize, groups, top_k)
+    kernel, height, pieces = _gather_launch(k, a.itemsize, groups, top_k)
     kernel(
         (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
         num_slots, num_rows, plan.shape[0], a.stride(0), stride,
@@ -166,13 +166,15 @@ def pack_rows(
 
 
 @lru_cache(maxsize=1024)
-def _quantize_launch(k: int, top_k: int, quant: Quant, static: bool) -> tuple[Launch, int, int]:
+def _quantize_and_gather_launch(
+    k: int, top_k: int, quant: Quant, static: bool
+) -> tuple[Launch, int, int]:
     """The kernel, rows per program, and programs along a row."""
     cols, parts = quant.group.cols, 1
     if static:
         cols = min(256, next_power_of_2(k))
     elif cols == WHOLE:
-        cols, parts = parts_of(k)
+        cols, parts = row_parts(k)
     rows = max(1, min(64, (4096 if parts == 1 else 1024) // cols))
     kernel = Launch(
         _quantize_pack_kernel,
@@ -218,7 +220,7 @@ def quantize_rows(
     whole = a_scale is not None or quant.group.cols == WHOLE
     groups = 1 if whole else cdiv(k, quant.group.cols)
     scales = a.new_empty(groups, num_rows, dtype=torch.float32)
-    kernel, height, pieces = _quantize_launch(k, top_k, quant, a_scale is not None)
+    kernel, height, pieces = _quantize_and_gather_launch(k, top_k, quant, a_scale is not None)
     kernel(
         (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
         num_slots, num_rows, plan.shape[0], a.stride(0),

@@ -43,7 +43,7 @@ STEP_ROWS = gl.constexpr(64)
 
 
 @dataclass(frozen=True)
-class Constants:
+class WeightGradientConstants:
     """Constants of the kernel."""
 
     N: int

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size
-from moe_ops.kernels.activation import constants, load_activated
+from moe_ops.kernels.activation import activation_constants, load_activated
 
 
-class Rows(NamedTuple):
+class RowSource(NamedTuple):
     """The source of a result's rows."""
 
     x: Tensor
@@ -67,7 +67,7 @@ def row_constants(activation: str | None, top_k: int, slots: int) -> dict:
         "TOP_K": top_k,
         "SLOTS": slots,
         "UP": None if not rule.gated else "next" if rule.interleaved else "half",
-        **constants(rule),
+        **activation_constants(rule),
         **({} if activation else {"FUNCTION": None}),
     }
 

@@ -21,7 +21,7 @@ from moe_ops.kernels._routing.scores import (
     chosen_weights,
     exp64,
     is_finite,
-    number,
+    key_number,
     ordered,
     scores,
     scores_and_choice,
@@ -66,7 +66,7 @@ def _load_logits(rows, expert, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr)
 
 
 @triton.constexpr_function
-def _step(dtype):
+def _key_step(dtype):
     """The least difference between the keys of two different numbers of a dtype."""
     return {tl.bfloat16: 0x10000, tl.float16: 0x2000}.get(dtype, 1)
 
@@ -87,7 +87,7 @@ def _choose_by_logits(
     the sum wrong; `_near_softmax` then reports that it is not sure. Any other NaN counts as -inf,
     because the maximum of NaN and a number is the number.
     """
-    STEP: tl.constexpr = _step(rows.dtype.element_ty)
+    STEP: tl.constexpr = _key_step(rows.dtype.element_ty)
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     total = sum_by_lanes(near_exp(tl.maximum(logits, -600.0).to(tl.float64)))
@@ -99,7 +99,7 @@ def _choose_by_logits(
     if STEP >= EXPERTS:
         equal = (left & -STEP) == (best & -STEP)
         bound = tl.where(equal, (best & -STEP) + ((best >> 31) & (STEP - 1)) - STEP, bound)
-    return ids, number(bound)[:, None, None], total[:, None, None]
+    return ids, key_number(bound)[:, None, None], total[:, None, None]
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _choose_by_near_scores(
     choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
     keys = sort_key(signed_key(choice), expert, EXPERTS)
     ids, _, left = chosen_of(keys, place, TOPK, EXPERTS, MANY)
-    return ids, number(left | (EXPERTS - 1))[:, None, None]
+    return ids, key_number(left | (EXPERTS - 1))[:, None, None]
 
 
 @triton.jit

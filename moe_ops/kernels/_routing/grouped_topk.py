@@ -20,7 +20,7 @@ from moe_ops.kernels._routing.scores import (
     biased,
     chosen_weights,
     is_finite,
-    number,
+    key_number,
     ordered,
     scores,
     scores_and_choice,
@@ -83,17 +83,17 @@ def _choose_groups(
     """
     LANES: tl.constexpr = key.shape[0]
     first, second = _best_of_groups(key, GROUPS)
-    score = number(first)
+    score = key_number(first)
     doubtful = score >= 2.0**126
     if BEST == 2:
-        spread = score - number(second)
-        score = score + number(second)
+        spread = score - key_number(second)
+        score = score + key_number(second)
         doubtful = doubtful | (spread > 2 * tl.abs(score) + 2.0)
     group = (tl.arange(0, LANES) // (LANES // GROUPS))[:, None]
     score = tl.maximum(score, LOWEST)  # padding groups as well: they lose ties by position
     keys = sort_key(signed_key(score), group, GROUPS)
     chosen, last, left = largest(keys[:, :, None, None], place, TOPK_GROUP)
-    least, bound = number(last & -GROUPS), number(left | (GROUPS - 1))
+    least, bound = key_number(last & -GROUPS), key_number(left | (GROUPS - 1))
     sure = exceeds(least, bound, SCORING, BEST)[None, :] & (doubtful == 0)
     return GROUPS - 1 - (chosen & (GROUPS - 1)), sure
 
@@ -148,7 +148,7 @@ def _choose_nearly(
     dealt = _deal(keys, own_group, place, TOPK_GROUP, GROUPS)
     chosen, _, left = chosen_of(dealt, slot, TOPK, GROUPS * WIDTH, False)
     ids = chosen // WIDTH * GROUP_SIZE + chosen % WIDTH
-    return ids, number(left | (GROUPS * WIDTH - 1))[:, None, None], sure
+    return ids, key_number(left | (GROUPS * WIDTH - 1))[:, None, None], sure
 
 
 @triton.jit

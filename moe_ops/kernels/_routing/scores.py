@@ -104,7 +104,7 @@ def ordered(choice, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def number(key):
+def key_number(key):
     """The float32 number of a `signed_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -136,7 +136,7 @@ def _one_over_sum(x):
 @triton.jit
 def _peak(x):
     """The maximum along the last axis, at least the lowest finite number."""
-    return tl.maximum(number(tl.max(ordered(x, True), -1, keep_dims=True)), LOWEST)
+    return tl.maximum(key_number(tl.max(ordered(x, True), -1, keep_dims=True)), LOWEST)
 
 
 @triton.jit

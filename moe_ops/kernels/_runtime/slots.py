@@ -32,7 +32,7 @@ def experts_of(ids, expert_map, num_experts, num_local_experts):
     return tl.where(valid, expert, -1)
 
 
-def parts_of(width: int) -> tuple[int, int]:
+def row_parts(width: int) -> tuple[int, int]:
     """Split a row into parts of a power-of-two width: the width, and the number of parts.
 
     The fewest of 1, 3, 5, 6 or 7 parts with padding up to an eighth of the row; else one part.

@@ -189,7 +189,7 @@ def block_sizes(num_slots: int, num_buckets: int) -> Blocks:
 
 
 @lru_cache(maxsize=1024)
-def _count_launch(buckets: int, block: int, num_warps: int) -> Launch:
+def _count_blocks_launch(buckets: int, block: int, num_warps: int) -> Launch:
     return Launch(_count_blocks_kernel, BUCKETS=buckets, BLOCK=block, num_warps=num_warps)
 
 
@@ -214,7 +214,7 @@ def count_blocks(
     grid = (max(1, cdiv(num_slots, sizes.block)),)
     if not sizes.few:
         table = topk_ids.new_empty(grid[0], sizes.buckets, dtype=torch.int16)
-        count = _count_launch(sizes.buckets, sizes.block, sizes.num_warps)
+        count = _count_blocks_launch(sizes.buckets, sizes.block, sizes.num_warps)
         count(grid, topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets)
     return (
         sizes,

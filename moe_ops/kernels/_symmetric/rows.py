@@ -55,7 +55,7 @@ def row_of(
 
 
 @triton.jit
-def quantized(value, scale, RULE: tl.constexpr, GIVEN: tl.constexpr):
+def quantized_row(value, scale, RULE: tl.constexpr, GIVEN: tl.constexpr):
     """The stored values of a row, and its scales ``(COUNT,)`` as float32 or (e8m0) exponents."""
     value = value.to(tl.float32)
     if GIVEN:
@@ -107,7 +107,7 @@ class Travel(NamedTuple):
     """Whether rows are multiplied by router weights."""
 
 
-def warps(width: int) -> int:
+def row_warps(width: int) -> int:
     """Number of warps for a row: 32 bytes per thread of 16-bit numbers."""
     return max(1, min(16, next_power_of_2(width) // 512))
 

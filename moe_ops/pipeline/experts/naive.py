@@ -53,29 +53,29 @@ class NaiveBatchedExperts(BatchedExperts):
         counts = counts_of(expert_tokens_meta)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         weights = expert_weights(w1, w2, self.quant_config)
-        used = _rows_in_use(counts, hidden_states.shape[1])
+        used = _row_mask(counts, hidden_states.shape[1])
         quant = scheme.activation
 
         if quant is not None and a1q_scale is None:
             rows = (hidden_states, weights.a1_scale, counts)
             hidden_states, a1q_scale = ops.batched_quantize(*rows, quant.key)
         x = _dequantized(hidden_states, a1q_scale, quant)
-        product = _products(x, weights.w1, scheme).to(dtype)
+        product = _weight_products(x, weights.w1, scheme).to(dtype)
         h = ops.batched_activation(product, counts, kind_and_key(activation)[1])
         h_scale = None
         if quant is not None:
             h, h_scale = ops.batched_quantize(h, weights.a2_scale, counts, quant.key)
-        y = _products(_dequantized(h, h_scale, quant), weights.w2, scheme)
+        y = _weight_products(_dequantized(h, h_scale, quant), weights.w2, scheme)
         y = torch.where(used, y, 0.0).to(dtype)
         return y if out is None else out.copy_(y)
 
 
-def _rows_in_use(counts: Tensor, rows: int) -> Tensor:
+def _row_mask(counts: Tensor, rows: int) -> Tensor:
     """Mask ``(El, M, 1)`` of the rows that an expert uses."""
     return (torch.arange(rows, device=counts.device) < counts[:, None])[..., None]
 
 
-def _products(x: Tensor, weight: ExpertWeight, scheme: Scheme) -> Tensor:
+def _weight_products(x: Tensor, weight: ExpertWeight, scheme: Scheme) -> Tensor:
     """``x[e] @ w[e].T + bias[e]`` as float32, summed in float64; one expert after the other."""
     stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
     w = dequantize_weight(stored, scheme)

@@ -19,10 +19,10 @@ from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFor
 from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.gathering import (
     Settings,
-    by_expert,
     by_permutation,
     by_slot,
     counts_of,
+    rows_by_expert,
 )
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.lora import ExpertLora
@@ -171,7 +171,7 @@ class BatchedExperts(OperatorExperts):
     """Base of the implementations in the Batched format."""
 
     TAKES_LORA: ClassVar[bool] = False
-    GATHER: ClassVar[Any] = staticmethod(by_expert)
+    GATHER: ClassVar[Any] = staticmethod(rows_by_expert)
 
     @staticmethod
     def activation_format() -> FusedMoEActivationFormat:
