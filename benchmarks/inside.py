@@ -16,25 +16,31 @@ from moe_ops.bench.harness import Row
 
 
 class Engine(NamedTuple):
-    """What a benchmark runs inside an engine, and records."""
+    """A serving engine: what its benchmark runs and records, and what the report says of it."""
 
-    program: str
-    """Name of the program, and of its record, without a suffix."""
-    impls: tuple[str, ...]
-    """Names in `PEERS`."""
+    name: str
+    runs: str
+    """What of the engine runs a layer."""
+    impls: Mapping[str, str]
+    """Name in `PEERS` -> the name in the report's tables."""
+    distributions: Mapping[str, str]
+    """Name of a part -> the distribution whose version a row has."""
     defaults: Mapping[str, str]
     """Options that are passed on unless they are given."""
-    distributions: tuple[str, ...]
-    """Distributions whose versions a row has."""
     facts: Callable[[layer.Case, str], dict[str, Any]] = lambda case, impl: {}
     """Further facts of a row, of a case and an implementation."""
+
+    @property
+    def program(self) -> str:
+        """Name of the program, and of its record, without a suffix."""
+        return f"inside_{self.name.lower()}"
 
 
 def time_case(engine: Engine, case: layer.Case, impl: str) -> Row:
     """Time one implementation, and add the versions of the engine and its facts to the row."""
     row = layer.time_case(case, impl)
     installed = {x.metadata["Name"]: x.version for x in metadata.distributions()}
-    versions = {name: installed[name] for name in engine.distributions if name in installed}
+    versions = {x: installed[x] for x in engine.distributions.values() if x in installed}
     return replace(row, config={**row.config, **versions, **engine.facts(case, impl)})
 
 

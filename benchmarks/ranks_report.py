@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from statistics import geometric_mean
-from typing import Any
 
-from report import markdown, source
+from report import source
+from tables import Record, markdown
 
 ONE, GATHER, DIRECT = "one GPU", "allgather_reducescatter", "symmetric"
 BATCHED = "symmetric_batched"
@@ -16,8 +16,6 @@ to the most of all layers. Ratios are geometric means over the layers, and in br
 least to the most."""
 TIMES_LEGEND = f"""\
 Microseconds for the layer with the exchange `{DIRECT}`, and in brackets with `{GATHER}`:"""
-
-Record = dict[str, Any]
 
 
 def report(records: list[Record]) -> str:

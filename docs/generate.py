@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import host_table  # noqa: E402
 import inside_report  # noqa: E402
+import inside_sglang  # noqa: E402
+import inside_vllm  # noqa: E402
 import models_report  # noqa: E402
 import peers_report  # noqa: E402
 import quality_report  # noqa: E402
@@ -417,10 +419,10 @@ PAGES = {
     "beside_peers": lambda: peers_report.report(report.read_records(RESULTS)),
     "served_vllm": lambda: served_report.report(report.read_records(RESULTS, "served_vllm.json")),
     "inside_vllm": lambda: inside_report.report(
-        report.read_records(RESULTS, "inside_vllm.json"), inside_report.VLLM
+        report.read_records(RESULTS, "inside_vllm.json"), inside_vllm.VLLM
     ),
     "inside_sglang": lambda: inside_report.report(
-        report.read_records(RESULTS, "inside_sglang.json"), inside_report.SGLANG
+        report.read_records(RESULTS, "inside_sglang.json"), inside_sglang.SGLANG
     ),
     "layers": layer_tables,
     "plots": plots,
