@@ -53,8 +53,7 @@ def beside_ours(
     """
     ours = {} if impl == OURS else numbers
     return [
-        cell(numbers.get((impl, *place)), ours.get((OURS, *place)), text, ratio)
-        for place in places
+        cell(numbers.get((impl, *place)), ours.get((OURS, *place)), text, ratio) for place in places
     ]
 
 
