@@ -205,14 +205,14 @@ def test_liger_and_sonicmoe(peers_of_training):
 
 def test_what_training_peers_lack(monkeypatch):
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
-    trained.what_lacks.cache_clear()
+    installed.lacks.cache_clear()
     assert bench.missing("liger") == "the package liger_kernel"
     assert bench.missing("sonicmoe") == "the package sonicmoe"
     assert bench.missing("moe_ops") is None
     monkeypatch.setattr(installed, "find_spec", lambda name: True)
-    lacks = trained.what_lacks("no_such_package", "no_such_package.part")
+    lacks = installed.lacks("no_such_package", "no_such_package.part")
     assert lacks == "ModuleNotFoundError: No module named 'no_such_package'"
-    trained.what_lacks.cache_clear()
+    installed.lacks.cache_clear()
 
 
 def test_what_runs(device):
