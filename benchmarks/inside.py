@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from typing import Any, NamedTuple
 
 from peers import PEERS
@@ -26,7 +27,7 @@ class Engine(NamedTuple):
     distributions: Mapping[str, str]
     """Name of a part -> the distribution whose version a row has."""
     defaults: Mapping[str, str]
-    """Options that are passed on unless they are given."""
+    """Options that are passed on before those that are given."""
     facts: Callable[[layer.Case, str], dict[str, Any]] = lambda case, impl: {}
     """Further facts of a row, of a case and an implementation."""
 
@@ -46,8 +47,6 @@ def time_case(engine: Engine, case: layer.Case, impl: str) -> Row:
 
 def main(engine: Engine) -> int:
     """Run the layer benchmark on what is installed, and return its exit status."""
-    passed = sys.argv[1:]
-    names = {argument.partition("=")[0] for argument in passed}
     lacks = {name: PEERS[name].missing() for name in engine.impls}
     for name, lack in lacks.items():
         if lack:
@@ -55,11 +54,9 @@ def main(engine: Engine) -> int:
     usable = [name for name, lack in lacks.items() if lack is None]
     if not usable:
         return 1
-    if {"--config", "--sizes"} & names:
-        names.add("--model")
-    arguments = [*passed]
-    for name, value in {**engine.defaults, "--impls": ",".join(usable)}.items():
-        if name not in names:
-            arguments += [name, value]
+    defaults = {**engine.defaults, "--impls": ",".join(usable)}
+    if {"--config", "--sizes"} & {argument.partition("=")[0] for argument in sys.argv}:
+        del defaults["--model"]
+    arguments = [*chain(*defaults.items()), *sys.argv[1:]]
     work = layer.Work(f"{engine.program}.json", partial(time_case, engine), layer.print_times)
     return layer.main(arguments, prog=f"{engine.program}.py", work=work)

@@ -38,7 +38,6 @@ SGLANG = inside.Engine(
         "--scheme": "bf16,fp8_block128,fp8_channel,int4_w4a16_g128,mxfp4_w4a16",
         "--model": "qwen3-30b,mixtral,gpt-oss-120b",
         "--tokens": "1,8,64,512,4096",
-        "--routing": "uniform",
     },
     facts=tuned,
 )

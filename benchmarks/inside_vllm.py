@@ -26,7 +26,6 @@ VLLM = inside.Engine(
         "--scheme": "int4_w4a16_g128,nvfp4_w4a16,mxfp4_w4a16",
         "--model": "qwen3-30b,deepseek-v4-flash",
         "--tokens": "1,8,64,512,4096,16384",
-        "--routing": "uniform",
     },
 )
 

@@ -67,7 +67,7 @@ class Case(NamedTuple):
     layers: int
 
     def __str__(self) -> str:
-        return f"{self.model} {self.scheme}"
+        return " ".join((self.model, self.scheme))
 
 
 CASES = (

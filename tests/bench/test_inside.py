@@ -84,7 +84,7 @@ def test_every_scheme_inside_sglang(engine, scheme):
 def test_mxfp4_beside_dequantized_weights(engine, monkeypatch, capsys):
     """SGLang's kernels get bf16; both are held to the weights in MXFP4."""
     monkeypatch.setattr(stand_ins, "fused_experts_none_to_triton", triton)
-    status, rows = rows_of(monkeypatch, capsys, "--scheme=mxfp4_w4a16")
+    status, rows = rows_of(monkeypatch, capsys, "--schemes=mxfp4_w4a16")
     assert status == 0 and len(rows) == 4 and all(row["rel_err"] < 0.02 for row in rows)
 
 
