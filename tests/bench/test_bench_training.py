@@ -2,21 +2,16 @@
 
 import json
 import sys
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import bench_training as bench
 import pytest
 import torch
+import training_report as report
 from peers import installed, trained
 
 from moe_ops.bench import problems
 from moe_ops.bench.peers import Peer
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-bench = import_module("bench_training")
-report = import_module("training_report")
 
 TINY = ["--model", "tiny", "--tokens", "3", "--rank", "4", "--modes", "eager"]
 

@@ -2,21 +2,18 @@
 
 import copy
 import json
-import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_ops.bench import harness
+
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 bench = import_module("bench_models")
-harness = import_module("moe_ops.bench.harness")
 whole = import_module("whole_models")
 
 CPU = torch.device("cpu")

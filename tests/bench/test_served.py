@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 import pytest
+import served_report as report
 import torch
 from continuations import Written, compare
 from table_items import every_row
@@ -16,7 +17,6 @@ pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 models = import_module("served_models")
 served = import_module("served_vllm")
-report = import_module("served_report")
 
 HIDDEN, INNER, EXPERTS = 256, 128, 8
 SMALL = {
