@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from inside import Engine
-from report import layer_table, source
-from tables import OURS, TOKENS, Record
+from report import layer_table
+from tables import OURS, TOKENS, Record, source
 
 LEGEND = f"""\
 Microseconds for the whole layer inside {{}}, uniform routing: median over replays

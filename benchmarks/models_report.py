@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from report import source
-from tables import OURS, Record, beside_ours, cell, markdown
+from tables import OURS, Record, beside_ours, cell, markdown, source
 
 NONE = "No whole model has been timed on a GPU yet (`python benchmarks/bench_models.py`)."
 LEGEND = f"""\

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import geometric_mean
 
-from report import source
-from tables import Record, markdown
+from tables import Record, markdown, source
 
 ONE, GATHER, DIRECT = "one GPU", "allgather_reducescatter", "symmetric"
 BATCHED = "symmetric_batched"

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import peers_report
-from tables import OURS, TOKENS, Record, cell, is_ours, markdown
+from tables import OURS, TOKENS, Record, cell, is_ours, markdown, source
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 RESULTS = Path(__file__).with_name("results")
@@ -69,23 +69,6 @@ def report(records: list[Record]) -> str:
     if not records:
         return "No results yet."
     return "\n\n".join([LEGEND, *(part for record in records for part in _parts(record))])
-
-
-def source(record: Record) -> str:
-    """A sentence with the GPU, the versions, the commits and the date of a record."""
-    # A record may have rows of several runs, and each row names its commit.
-    rows = record["rows"]
-    commits = sorted({_short(row.get("commit", record["commit"])) for row in rows})
-    return (
-        f"{record['gpu']}, driver {record['driver']}, torch {record['torch']}, Triton"
-        f" {record['triton']}; commit{'s' * (len(commits) > 1)} {', '.join(commits)};"
-        f" {record['date'][:10]}."
-    )
-
-
-def _short(commit: str) -> str:
-    name, dash, dirty = commit.partition("-")
-    return f"{name[:7]}{dash}{dirty}"
 
 
 def _parts(record: Record) -> list[str]:
@@ -213,6 +196,7 @@ def _us(time: float) -> str:
 
 
 def layer_table(rows: list[Record]) -> str:
+    """The Markdown table of the layers of one scheme: see `_shape_lines`."""
     tokens = [m for m in TOKENS if any(row["M"] == m for row in rows)]
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in rows):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import truediv
 
-from report import source
-from tables import OURS, Record, beside_ours, markdown
+from tables import OURS, Record, beside_ours, markdown, source
 
 NONE = "No model has been served on a GPU yet (`python benchmarks/served_vllm.py`)."
 LEGEND = f"""\

@@ -1,4 +1,4 @@
-"""What the reports share: names, numbers of tokens, and Markdown tables."""
+"""What the reports share: names, numbers of tokens, a record's source, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ Record = dict[str, Any]
 def is_ours(impl: str) -> bool:
     """Whether an implementation's name is one of this library's."""
     return impl.startswith(OURS)
+
+
+def source(record: Record) -> str:
+    """A sentence with the GPU, the versions, the commits and the date of a record."""
+    # A record may have rows of several runs, and each row names its commit.
+    rows = record["rows"]
+    commits = sorted({_short(row.get("commit", record["commit"])) for row in rows})
+    return (
+        f"{record['gpu']}, driver {record['driver']}, torch {record['torch']}, Triton"
+        f" {record['triton']}; commit{'s' * (len(commits) > 1)} {', '.join(commits)};"
+        f" {record['date'][:10]}."
+    )
+
+
+def _short(commit: str) -> str:
+    name, dash, dirty = commit.partition("-")
+    return f"{name[:7]}{dash}{dirty}"
 
 
 def cell(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from report import source
-from tables import OURS, Record, markdown
+from tables import OURS, Record, markdown, source
 
 LEGEND = """\
 Forward and backward of one layer: gradients of tokens, router weights and all weights; of

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from report import source
-from tables import Record, markdown
+from tables import Record, markdown, source
 
 LEGEND = """\
 Time of both GEMMs with the analytic tiles over their time with the best tiles that `moe-ops tune`

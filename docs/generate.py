@@ -41,6 +41,7 @@ import quality_report  # noqa: E402
 import ranks_report  # noqa: E402
 import report  # noqa: E402
 import served_report  # noqa: E402
+import tables  # noqa: E402
 import training_report  # noqa: E402
 import tuning_report  # noqa: E402
 
@@ -296,7 +297,7 @@ def profile() -> str:
             for row in record["rows"]
         ]
         table = report.markdown(["shape", "tokens", "us", "of which"], lines, labels=1)
-        parts += [table, report.source(record)]
+        parts += [table, tables.source(record)]
     return "\n\n".join(parts)
 
 
