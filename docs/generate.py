@@ -41,9 +41,9 @@ import quality_report  # noqa: E402
 import ranks_report  # noqa: E402
 import report  # noqa: E402
 import served_report  # noqa: E402
-import tables  # noqa: E402
 import training_report  # noqa: E402
 import tuning_report  # noqa: E402
+from tables import markdown, source  # noqa: E402
 
 SUBMODULES = (
     "functional",
@@ -82,7 +82,7 @@ def schemes() -> str:
         f"`({rows}, {k})` and of `w1` `({e}, {n}, {k})`. Bits are the memory of one weight of "
         "`w1`, scales included."
     )
-    return f"{report.markdown(head, lines, labels=6)}\n\n{legend}"
+    return f"{markdown(head, lines, labels=6)}\n\n{legend}"
 
 
 def _shape(shape: tuple) -> str:
@@ -106,7 +106,7 @@ def models() -> str:
         shape = (problem.num_experts, problem.top_k, hidden, inner)
         lines.append([f"`{name}`", *map(str, shape), *(f"{size / 1e9:.2f}" for size in sizes)])
     head = ["name", "E", "k", "H", "I", *(f"`{scheme}`, GB" for scheme in shown)]
-    return report.markdown(head, lines, labels=1)
+    return markdown(head, lines, labels=1)
 
 
 def transformers_models() -> str:
@@ -120,7 +120,7 @@ def transformers_models() -> str:
     lines = [
         [f"`{name}`", ", ".join(f"`{cls}`" for cls in classes)] for name, classes in found.items()
     ]
-    table = report.markdown(["model", "classes of experts"], lines, labels=2)
+    table = markdown(["model", "classes of experts"], lines, labels=2)
     return f"{len(found)} models of transformers {transformers.__version__}:\n\n{table}"
 
 
@@ -137,7 +137,7 @@ def activations() -> str:
         ]
         for a in MoEActivation
     ]
-    return report.markdown(["activation", "gate", "rows of w1"], lines, labels=3)
+    return markdown(["activation", "gate", "rows of w1"], lines, labels=3)
 
 
 def formulas() -> str:
@@ -157,7 +157,7 @@ def formulas() -> str:
             ]
         )
     head = ["activation", "function", "settings (default)", "with every setting"]
-    return report.markdown(head, lines, labels=4)
+    return markdown(head, lines, labels=4)
 
 
 def gpus() -> str:
@@ -180,7 +180,7 @@ def gpus() -> str:
         alike.setdefault(tuple(kernels(scheme, t) for t in targets), []).append(f"`{scheme.name}`")
     lines = [["<br>".join(names), *cells] for cells, names in alike.items()]
     head = ["schemes", *(f"{t.name}<br>{_ran_on(t) or t.gpu}" for t in targets)]
-    return report.markdown(head, lines, labels=len(head))
+    return markdown(head, lines, labels=len(head))
 
 
 TOKENS = (1, 64, 4096)
@@ -197,7 +197,7 @@ def instead() -> str:
             weights, names = schemes_instead(scheme, max(archs))
             told = ", ".join(f"`{name}`" for name in names) or "-"
             lines.append([f"`{scheme.name}`", f"sm_{lowest}", told, weights if names else "-"])
-    return report.markdown(["scheme", "runs from", "below it", "with"], lines, labels=4)
+    return markdown(["scheme", "runs from", "below it", "with"], lines, labels=4)
 
 
 def layouts() -> str:
@@ -207,7 +207,7 @@ def layouts() -> str:
         [f"`{name}`", *("found out" if v is None else str(v) for v in vars(layout).values())]
         for name, layout in LAYOUTS.items()
     ]
-    return report.markdown(["layout", *(f"`{n}`" for n in names)], lines, labels=1 + len(names))
+    return markdown(["layout", *(f"`{n}`" for n in names)], lines, labels=1 + len(names))
 
 
 def architectures() -> str:
@@ -227,7 +227,7 @@ def architectures() -> str:
             ]
         )
     head = ["architecture", "GPU that stands for it", "compiled in tests", "tests ran on", "speed"]
-    return report.markdown(head, lines, labels=5)
+    return markdown(head, lines, labels=5)
 
 
 def _ran_on(target: Target) -> str:
@@ -246,7 +246,7 @@ def gpu_tests() -> str:
         whole = "yes" if record.get("complete") else "no"
         lines.append([f"`{path.stem}`", record["gpu"], *_when(record), whole, told, *counts])
     head = ["record", "GPU", "commit", "date", "all parts", "which failed"]
-    tests = report.markdown([*head, "passed", "failed", "skipped"], lines, labels=6)
+    tests = markdown([*head, "passed", "failed", "skipped"], lines, labels=6)
     lines = []
     for path in sorted(RESULTS.glob("*/sanitizer.json")):
         record = json.loads(path.read_text())
@@ -255,7 +255,7 @@ def gpu_tests() -> str:
                 counts = [str(found[name]) for name in ("cases", "errors", "unjudged")]
                 lines.append([tool, record["gpu"], *_when(record), *counts])
     head = ["tool", "GPU", "commit", "date", "cases", "errors", "not judged"]
-    return f"{tests}\n\n{report.markdown(head, lines, labels=4)}"
+    return f"{tests}\n\n{markdown(head, lines, labels=4)}"
 
 
 def _when(record: dict[str, Any]) -> list[str]:
@@ -280,7 +280,7 @@ def tuned() -> str:
         tokens = ", ".join(key for key in json.loads(path.read_text()) if key.isdigit())
         gpu, scheme = fields["device_name"].replace("_", " "), f"`{fields['scheme']}`"
         lines.append([gpu, scheme, *(fields[n] for n in "EKN"), tokens])
-    return report.markdown(["GPU", "scheme", "E", "H", "I", "tokens"], lines, labels=2)
+    return markdown(["GPU", "scheme", "E", "H", "I", "tokens"], lines, labels=2)
 
 
 def profile() -> str:
@@ -296,8 +296,8 @@ def profile() -> str:
             ]
             for row in record["rows"]
         ]
-        table = report.markdown(["shape", "tokens", "us", "of which"], lines, labels=1)
-        parts += [table, tables.source(record)]
+        table = markdown(["shape", "tokens", "us", "of which"], lines, labels=1)
+        parts += [table, source(record)]
     return "\n\n".join(parts)
 
 
@@ -305,7 +305,7 @@ def names() -> str:
     """For each public module a line per name, with its first sentence and a link."""
     parts = []
     for module in (moe_ops, *(import_module(f"moe_ops.{name}") for name in SUBMODULES)):
-        table = report.markdown(["name", "what it is"], [*map(_name, _public(module))], labels=2)
+        table = markdown(["name", "what it is"], [*map(_name, _public(module))], labels=2)
         title = inspect.getdoc(module).partition("\n\n")[0]
         parts.append(f"## `{module.__name__}`\n\n{title}\n\n{table}")
     return "\n\n".join(parts)
@@ -361,7 +361,7 @@ def finetuning() -> str:
         f"`{record['command']}`, torch {record['torch']} on {record['device']}. The losses of both "
         f"implementations are at most {apart:.1g} apart."
     )
-    return f"{report.markdown(head, lines, labels=1)}\n\n{how}"
+    return f"{markdown(head, lines, labels=1)}\n\n{how}"
 
 
 def _picture(path: Path, what: str) -> str:
