@@ -142,25 +142,26 @@ class Server:
                 process.stdin.flush()
 
     def receive(self) -> list[Any]:
-        """The answer of each rank.
+        """The reply of each rank.
 
         Raises:
             RuntimeError: what was asked for failed, or a process has ended.
         """
-        return [self._answer(process) for process in self.processes]
+        answers = [self._answer(process) for process in self.processes]
+        for answer in answers:  # all are read by now: none is left for the next question
+            if "error" in answer:
+                raise RuntimeError(answer["error"])
+        return [answer["reply"] for answer in answers]
 
-    def _answer(self, process: Any) -> Any:
+    def _answer(self, process: Any) -> dict[str, Any]:
         for line in process.stdout:
             if line.startswith(MARK):
-                answer = json.loads(line.removeprefix(MARK))
-                if "error" in answer:
-                    raise RuntimeError(answer["error"])
-                return answer["reply"]
+                return json.loads(line.removeprefix(MARK))
             self.log.write(line)
         raise RuntimeError(f"the engine ended with status {process.wait()}")
 
     def ask(self, verb: str, **arguments: Any) -> list[Any]:
-        """Ask for something, and return the answers."""
+        """Ask for something, and return the replies."""
         self.send(verb, **arguments)
         return self.receive()
 

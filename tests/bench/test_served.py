@@ -233,6 +233,15 @@ def test_ranks_have_sequences_of_their_own(stand_in):
             served.options(wrong)
 
 
+def test_ranks_that_fail_answer_the_next_question(stand_in):
+    data = ("--gpus", "2", "--parallel", "data", "--impls", "vllm")
+    status, rows = record(stand_in, "--cases", "mixtral-8x7b:bf16,qwen3-30b-a3b:bf16", *data)
+    assert status == 1
+    assert [(row["model"], row["phase"]) for row in rows] == [
+        ("qwen3-30b-a3b", "decode"), ("qwen3-30b-a3b", "prefill"),
+    ]  # fmt: skip
+
+
 def test_engines_that_fail(stand_in, capfd):
     """What serves has its rows; an engine that ended is an error and no wait."""
     cases = "mixtral-8x7b:bf16,deepseek-v3:fp8_block128,qwen3-30b-a3b:bf16"
