@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -33,8 +34,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import host_table  # noqa: E402
 import inside_report  # noqa: E402
-import inside_sglang  # noqa: E402
-import inside_vllm  # noqa: E402
 import models_report  # noqa: E402
 import peers_report  # noqa: E402
 import quality_report  # noqa: E402
@@ -43,6 +42,8 @@ import report  # noqa: E402
 import served_report  # noqa: E402
 import training_report  # noqa: E402
 import tuning_report  # noqa: E402
+from inside_sglang import SGLANG  # noqa: E402
+from inside_vllm import VLLM  # noqa: E402
 from tables import markdown, source  # noqa: E402
 
 SUBMODULES = (
@@ -57,6 +58,7 @@ SUBMODULES = (
 """Public modules whose names are not all on top of the package."""
 OUTPUT = Path(__file__).with_name("generated")
 RESULTS = ROOT / "benchmarks" / "results"
+records = partial(report.read_records, RESULTS)
 
 
 def schemes() -> str:
@@ -286,7 +288,7 @@ def tuned() -> str:
 def profile() -> str:
     """Time by stage, a line per stage, shape and number of tokens."""
     parts = []
-    for record in report.read_records(RESULTS, "profile.json"):
+    for record in records("profile.json"):
         lines = [
             [
                 row["shape"],
@@ -326,12 +328,12 @@ def _name(named: tuple[str, Any]) -> list[str]:
 
 def layer_tables() -> str:
     """The tables of whole layers."""
-    return report.report(report.read_records(RESULTS))
+    return report.report(records())
 
 
 def whole_models() -> str:
     """The tables of whole models, and the plots of every GPU's record."""
-    tables = models_report.report(report.read_records(RESULTS, "models.json"))
+    tables = models_report.report(records("models.json"))
     shown = [
         _picture(path, f"{path.stem}, tokens per second")
         for path in sorted(RESULTS.glob("*/models-*.png"))
@@ -374,7 +376,7 @@ def _picture(path: Path, what: str) -> str:
 def plots() -> str:
     """The plots of layers of every GPU's records, copied beside the tables."""
     parts = []
-    for record in report.read_records(RESULTS):
+    for record in records():
         gpu = record["gpu"]
         folder = RESULTS / gpu.lower().replace(" ", "-")
         parts.append(f"### Plots: {gpu}")
@@ -393,8 +395,7 @@ def plots() -> str:
 
 def headline() -> str:
     """The table of mean ratios of every GPU, each below a heading."""
-    records = report.read_records(RESULTS)
-    return "\n\n".join(f"### In short: {r['gpu']}\n\n{report.headline([r])}" for r in records)
+    return "\n\n".join(f"### In short: {r['gpu']}\n\n{report.headline([r])}" for r in records())
 
 
 PAGES = {
@@ -417,26 +418,20 @@ PAGES = {
     "tuned": tuned,
     "names": names,
     "headline": headline,
-    "beside_peers": lambda: peers_report.report(report.read_records(RESULTS)),
-    "served_vllm": lambda: served_report.report(report.read_records(RESULTS, "served_vllm.json")),
-    "inside_vllm": lambda: inside_report.report(
-        report.read_records(RESULTS, "inside_vllm.json"), inside_vllm.VLLM
-    ),
-    "inside_sglang": lambda: inside_report.report(
-        report.read_records(RESULTS, "inside_sglang.json"), inside_sglang.SGLANG
-    ),
+    "beside_peers": lambda: peers_report.report(records()),
+    "served_vllm": lambda: served_report.report(records("served_vllm.json")),
+    "inside_vllm": lambda: inside_report.report(records("inside_vllm.json"), VLLM),
+    "inside_sglang": lambda: inside_report.report(records("inside_sglang.json"), SGLANG),
     "layers": layer_tables,
     "plots": plots,
     "profile": profile,
-    "overheads": lambda: report.overheads_report(report.read_records(RESULTS, "overheads.json")),
+    "overheads": lambda: report.overheads_report(records("overheads.json")),
     "whole_models": whole_models,
     "finetuning": finetuning,
-    "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks_*.json")),
-    "tuning": lambda: tuning_report.report(report.read_records(RESULTS, "tuning.json")),
-    "training": lambda: training_report.report(report.read_records(RESULTS, "training.json")),
-    "training_ranks": lambda: training_report.over_ranks(
-        report.read_records(RESULTS, "training_ranks.json")
-    ),
+    "ranks": lambda: ranks_report.report(records("ranks_*.json")),
+    "tuning": lambda: tuning_report.report(records("tuning.json")),
+    "training": lambda: training_report.report(records("training.json")),
+    "training_ranks": lambda: training_report.over_ranks(records("training_ranks.json")),
     "quality": lambda: quality_report.table(quality_report.read()),
 }
 """Name of a file in `docs/generated/` -> the function that makes its text."""
