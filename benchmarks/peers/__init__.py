@@ -113,7 +113,7 @@ _PARTS = tuple(
     f"triton_kernels.{part}"
     for part in ("matmul_ogs", "routing", "swiglu", "tensor", "tensor_details.layout")
 )
-"""What is called of triton_kernels, which has ``matmul_ogs`` and ``routing`` up to 3.5."""
+"""Modules of triton_kernels that are called; it has ``matmul_ogs`` and ``routing`` up to 3.5."""
 _NO_LIMIT = 1e30
 
 
