@@ -39,7 +39,7 @@ help:  ## List what make does
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip setuptools
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)/bin/python -m pip install --quiet --editable ".[test,dev]" \
 	  $$($(VENV)/bin/python -c "import triton" 2>/dev/null || echo "$(TRITON)")

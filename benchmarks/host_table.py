@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from report import markdown
+from tables import markdown
 
 from moe_ops.bench.problems import load_problems
 from moe_ops.scheme import SCHEMES

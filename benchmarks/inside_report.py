@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from inside import Engine
+from report import layer_table
+from tables import OURS, TOKENS, Record, source
 
-from peers import IN_SGLANG, INSIDE, SGLANG_TRITON
-from report import layer_table, source
-from tables import OURS, TOKENS, Record
-
-
-class Engine(NamedTuple):
-    """What a report says of an engine."""
-
-    name: str
-    runs: str
-    """What of the engine runs a layer."""
-    names: Mapping[str, str]
-    """Implementation -> its name in the table."""
-    versions: Mapping[str, str]
-    """Name of a part -> the distribution whose version a row has."""
-
-
-VLLM = Engine(
-    "vLLM",
-    "vLLM's modular kernel",
-    {INSIDE: OURS, "vllm-method-marlin": "Marlin", "vllm-method-humming": "Humming"},
-    {"vLLM": "vllm", "Humming": "humming-kernels"},
-)
-SGLANG = Engine(
-    "SGLang",
-    "SGLang's `MoeRunner`",
-    {IN_SGLANG: OURS, SGLANG_TRITON: "SGLang's Triton"},
-    {"SGLang": "sglang", "sglang-kernel": "sglang-kernel"},
-)
 LEGEND = f"""\
 Microseconds for the whole layer inside {{}}, uniform routing: median over replays
 of a CUDA graph, each with a cold L2 cache. In brackets the time of {OURS} over that line's: below
@@ -51,13 +23,13 @@ def report(records: list[Record], engine: Engine) -> str:
 
 def _parts(record: Record, engine: Engine) -> list[str]:
     rows = [
-        {**row, "impl": engine.names[row["impl"]]}
+        {**row, "impl": engine.impls[row["impl"]]}
         for row in record["rows"]
-        if row["impl"] in engine.names and row["M"] in TOKENS
+        if row["impl"] in engine.impls and row["M"] in TOKENS
     ]
     versions = " and ".join(
         f"{name} {', '.join(sorted({row['config'][key] for row in rows if key in row['config']}))}"
-        for name, key in engine.versions.items()
+        for name, key in engine.distributions.items()
     )
     parts = [f"{versions} on {source(record)}", *_tuned(rows, engine)]
     for scheme in sorted({row["scheme"] for row in rows}):

@@ -17,6 +17,7 @@ from typing import Any
 
 import inside
 from peers import IN_SGLANG, SGLANG_TRITON, sglang
+from tables import OURS
 
 from moe_ops.bench.layer import Case
 
@@ -29,16 +30,16 @@ def tuned(case: Case, impl: str) -> dict[str, Any]:
 
 
 SGLANG = inside.Engine(
-    "inside_sglang",
-    (IN_SGLANG, SGLANG_TRITON),
-    {
+    "SGLang",
+    runs="SGLang's `MoeRunner`",
+    impls={IN_SGLANG: OURS, SGLANG_TRITON: "SGLang's Triton"},
+    distributions={"SGLang": "sglang", "sglang-kernel": "sglang-kernel"},
+    defaults={
         "--scheme": "bf16,fp8_block128,fp8_channel,int4_w4a16_g128,mxfp4_w4a16",
         "--model": "qwen3-30b,mixtral,gpt-oss-120b",
         "--tokens": "1,8,64,512,4096",
-        "--routing": "uniform",
     },
-    ("sglang", "sglang-kernel"),
-    tuned,
+    facts=tuned,
 )
 
 if __name__ == "__main__":

@@ -15,17 +15,18 @@ import sys
 
 import inside
 from peers import INSIDE
+from tables import OURS
 
 VLLM = inside.Engine(
-    "inside_vllm",
-    (INSIDE, "vllm-method-marlin", "vllm-method-humming"),
-    {
+    "vLLM",
+    runs="vLLM's modular kernel",
+    impls={INSIDE: OURS, "vllm-method-marlin": "Marlin", "vllm-method-humming": "Humming"},
+    distributions={"vLLM": "vllm", "Humming": "humming-kernels"},
+    defaults={
         "--scheme": "int4_w4a16_g128,nvfp4_w4a16,mxfp4_w4a16",
         "--model": "qwen3-30b,deepseek-v4-flash",
         "--tokens": "1,8,64,512,4096,16384",
-        "--routing": "uniform",
     },
-    ("vllm", "humming-kernels"),
 )
 
 if __name__ == "__main__":

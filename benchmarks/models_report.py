@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from report import OURS, markdown, source
+from tables import OURS, Record, beside_ours, cell, markdown, source
 
 NONE = "No whole model has been timed on a GPU yet (`python benchmarks/bench_models.py`)."
 LEGEND = f"""\
@@ -15,8 +13,6 @@ MODES = {
     "captured": "One step captured in a CUDA graph and replayed.",
     "compiled": "The step under `torch.compile`, then captured.",
 }
-
-Record = dict[str, Any]
 
 
 def report(records: list[Record]) -> str:
@@ -69,23 +65,15 @@ def _parts(record: Record) -> list[str]:
 def _table(rows: list[Record]) -> str:
     """A line per scheme and implementation: a column per phase, memory and active experts."""
     cases = cases_of(rows)
-    speed = {(r["scheme"], r["impl"], r["phase"], r["M"]): r["tokens_per_s"] for r in rows}
-
-    def cell(pair: tuple[str, str], case: tuple[str, int]) -> str:
-        scheme, impl = pair
-        mine, ours = speed.get((*pair, *case)), speed.get((scheme, OURS, *case))
-        if mine is None:
-            return "-"
-        return (
-            f"{mine:,.0f}" if impl == OURS or ours is None else f"{mine:,.0f} ({ours / mine:.2f})"
-        )
-
+    speed = {(r["impl"], r["scheme"], r["phase"], r["M"]): r["tokens_per_s"] for r in rows}
     lines = []
-    for pair in impls_of(rows):
-        peaks = [r["peak_bytes"] for r in rows if (r["scheme"], r["impl"]) == pair]
+    for scheme, impl in impls_of(rows):
+        places = [(scheme, *case) for case in cases]
+        cells = beside_ours(speed, impl, places, "{:,.0f}".format)
+        peaks = [r["peak_bytes"] for r in rows if (r["scheme"], r["impl"]) == (scheme, impl)]
         largest = max((peak for peak in peaks if peak), default=None)
-        memory = "-" if largest is None else f"{largest / 1e9:.1f}"
-        lines.append([f"`{pair[0]}`", pair[1], *(cell(pair, case) for case in cases), memory])
+        memory = cell(largest, None, lambda peak: f"{peak / 1e9:.1f}")
+        lines.append([f"`{scheme}`", impl, *cells, memory])
     head = ["scheme", "", *(f"{phase} {m}" for phase, m in cases), "peak memory, GB"]
     return markdown(head, lines, labels=2)
 

@@ -86,7 +86,7 @@ def plot_models(record: dict[str, Any], folder: Path) -> None:
         for axis, (phase, m) in zip(axes.flat, cases, strict=True):
             part = [row for row in mine if (row["phase"], row["M"]) == (phase, m)]
             speed = {(row["scheme"], row["impl"]): row["tokens_per_s"] for row in part}
-            colors = ["C0" if impl == models_report.OURS else "C7" for _, impl in impls]
+            colors = ["C0" if impl == OURS else "C7" for _, impl in impls]
             axis.barh(names, [speed.get(pair, 0.0) for pair in impls], color=colors)
             axis.set(title=f"{phase} {m}", xlabel="tokens per second")
             axis.grid(alpha=0.3, axis="x")

@@ -13,6 +13,8 @@ try:
 except ImportError:  # a table needs none
     plt = None
 
+from tables import Record, markdown
+
 from moe_ops import Quant, get_scheme
 from moe_ops.scheme import WHOLE
 
@@ -27,8 +29,6 @@ COLORS = {"weights only quantized": "C0", "weights, activations quantized": "C3"
 LABEL_GAP = 0.033
 """Least distance between two labels, as a fraction of the plot's height."""
 
-Record = dict[str, Any]
-
 
 def read(folder: Path = RESULTS) -> Record:
     """The record that ``quality.py --output`` has written."""
@@ -37,12 +37,12 @@ def read(folder: Path = RESULTS) -> Record:
 
 def table(record: Record) -> str:
     """The Markdown table, a line per scheme in ascending order of divergence, and the source."""
-    head = ("scheme", "activations", "weights", "bytes", "KL, nats", "same choice", "perplexity")
-    lines = [head, ("---", "---", "---", *["--:"] * 4)]
+    head = ["scheme", "activations", "weights", "bytes", "KL, nats", "same choice", "perplexity"]
+    lines = []
     for row in sorted(record["rows"], key=lambda row: row["kl"]):
         scheme = get_scheme(row["scheme"])
         lines.append(
-            (
+            [
                 f"`{scheme.name}`",
                 describe(scheme.activation),
                 describe(scheme.weight),
@@ -50,10 +50,9 @@ def table(record: Record) -> str:
                 f"{row['kl']:.1e}",
                 f"{row['top1_agreement']:.2%}",
                 f"{row['perplexity']:.3f}",
-            )
+            ]
         )
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{text}\n\n{LEGEND}\n\n{source(record)}"
+    return f"{markdown(head, lines, labels=3)}\n\n{LEGEND}\n\n{source(record)}"
 
 
 def source(record: Record) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from statistics import geometric_mean
-from typing import Any
 
-from report import markdown, source
+from tables import Record, markdown, source
 
 ONE, GATHER, DIRECT = "one GPU", "allgather_reducescatter", "symmetric"
 BATCHED = "symmetric_batched"
@@ -16,8 +15,6 @@ to the most of all layers. Ratios are geometric means over the layers, and in br
 least to the most."""
 TIMES_LEGEND = f"""\
 Microseconds for the layer with the exchange `{DIRECT}`, and in brackets with `{GATHER}`:"""
-
-Record = dict[str, Any]
 
 
 def report(records: list[Record]) -> str:

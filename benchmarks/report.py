@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import peers_report
-from tables import OURS, TOKENS, Record, is_ours, markdown
+from tables import OURS, TOKENS, Record, cell, is_ours, markdown, source
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 RESULTS = Path(__file__).with_name("results")
@@ -71,23 +71,6 @@ def report(records: list[Record]) -> str:
     return "\n\n".join([LEGEND, *(part for record in records for part in _parts(record))])
 
 
-def source(record: Record) -> str:
-    """A sentence with the GPU, the versions, the commits and the date of a record."""
-    # A record may have rows of several runs, and each row names its commit.
-    rows = record["rows"]
-    commits = sorted({_short(row.get("commit", record["commit"])) for row in rows})
-    return (
-        f"{record['gpu']}, driver {record['driver']}, torch {record['torch']}, Triton"
-        f" {record['triton']}; commit{'s' * (len(commits) > 1)} {', '.join(commits)};"
-        f" {record['date'][:10]}."
-    )
-
-
-def _short(commit: str) -> str:
-    name, dash, dirty = commit.partition("-")
-    return f"{name[:7]}{dash}{dirty}"
-
-
 def _parts(record: Record) -> list[str]:
     by_scheme = defaultdict(list)
     shown = [r for r in record["rows"] if r["routing"] == "uniform" and r["M"] in TOKENS]
@@ -113,14 +96,12 @@ def _invariance(rows: list[Record]) -> str | None:
         return None
     tokens = [m for m in TOKENS if any(key[3] == m for key in invariant)]
 
-    def cell(scheme: str, shape: str, m: int) -> str:
+    def cost(scheme: str, shape: str, m: int) -> str:
         time, default = (times.get((scheme, shape, impl, m)) for impl in (INVARIANT, OURS))
-        if time is None:
-            return "-"
-        return _us(time) if default is None else f"{_us(time)} ({time / default:.2f})"
+        return cell(time, default, _us, lambda default, time: time / default)
 
     lines = [
-        [f"`{scheme}`", shape, *(cell(scheme, shape, m) for m in tokens)]
+        [f"`{scheme}`", shape, *(cost(scheme, shape, m) for m in tokens)]
         for scheme, shape in sorted({key[:2] for key in invariant})
     ]
     return markdown(["scheme", "shape", *map(str, tokens)], lines, labels=2)
@@ -176,16 +157,12 @@ def _models_headline(record: Record) -> list[str]:
     }
     impls = sorted({key[:3] for key in speed}, key=lambda key: (key[:2], key[2] != OURS, key[2]))
     with_peer = {key[:2] for key in impls if not is_ours(key[2])}
-
-    def cell(key: tuple[str, ...], case: tuple[str, int]) -> str:
-        measured = speed.get((*key, *case))
-        return "-" if measured is None else f"{measured:,.0f}"
-
-    lines = [
-        [model, f"`{scheme}`", impl, *(cell((model, scheme, impl), case) for case in cases)]
-        for model, scheme, impl in impls
-        if (model, scheme) in with_peer
-    ]
+    lines = []
+    for model, scheme, impl in impls:
+        if (model, scheme) in with_peer:
+            speeds = (speed.get((model, scheme, impl, *case)) for case in cases)
+            cells = (cell(measured, None, "{:,.0f}".format) for measured in speeds)
+            lines.append([model, f"`{scheme}`", impl, *cells])
     head = ["model", "weights", "experts", *(f"{phase} {m}" for phase, m in cases)]
     told = f"{MODELS_LEGEND} {source(record)}"
     return [markdown(head, lines, labels=3), told.replace("\n", " ")] if lines else []
@@ -219,11 +196,12 @@ def _us(time: float) -> str:
 
 
 def layer_table(rows: list[Record]) -> str:
+    """The Markdown table of the layers of one scheme: see `_shape_lines`."""
     tokens = [m for m in TOKENS if any(row["M"] == m for row in rows)]
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         lines += _shape_lines(shape, [row for row in rows if row["shape"] == shape], tokens)
-    return markdown(["shape", "tokens:", *map(str, tokens)], lines, labels=2)
+    return markdown(["shape", "tokens:", *map(str, tokens)], lines, labels=2, once=1)
 
 
 def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list[str]]:
@@ -235,22 +213,16 @@ def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list
             times[ESTIMATE][row["M"]] = row["floor_us"]
     peers = sorted(times.keys() - {OURS, ESTIMATE})
     rivals = [impl for impl in peers if not is_ours(impl)]
-    contest = [times[impl] for impl in (OURS, *rivals)] if rivals else []
+    contest = (OURS, *rivals) if rivals else ()
+    best = {m: min((times[i][m] for i in contest if m in times[i]), default=None) for m in tokens}
 
-    def cell(impl: str, m: int) -> str:
-        time, ours = times[impl].get(m), times[OURS].get(m)
-        if time is None:
-            return "-"
-        text = _us(time)
-        if impl in (OURS, *rivals) and all(time <= other.get(m, time) for other in contest):
-            text = f"**{text}**" if contest else text
-        return text if impl == OURS or ours is None else f"{text} ({ours / time:.2f})"
+    def shown(impl: str, m: int) -> str:
+        time, ours = times[impl].get(m), None if impl == OURS else times[OURS].get(m)
+        bold = "**" if impl in contest and time == best[m] else ""
+        return cell(time, ours, lambda time: f"{bold}{_us(time)}{bold}")
 
     impls = [impl for impl in (OURS, ESTIMATE, *peers) if times[impl]]
-    return [
-        [shape if impl == impls[0] else "", impl, *(cell(impl, m) for m in tokens)]
-        for impl in impls
-    ]
+    return [[shape, impl, *(shown(impl, m) for m in tokens)] for impl in impls]
 
 
 def overheads_report(records: list[Record]) -> str:
@@ -274,14 +246,12 @@ def _overheads(rows: list[Record]) -> str:
             if told := row["config"].get("workspace_nbytes"):
                 cells[shape, "workspace_nbytes", tokens][impl] = _mib(told)
     order = list(OVERHEADS)
-    lines, before = [], None
+    lines = []
     for shape, measure, tokens in sorted(cells, key=lambda c: (c[0], order.index(c[1]), c[2])):
         by_impl = cells[shape, measure, tokens]
-        name = shape if shape != before else ""
         each = [by_impl.get(impl, "-") for impl in impls]
-        lines.append([name, OVERHEADS[measure], str(tokens), *each])
-        before = shape
-    return markdown(["shape", "", "tokens", *impls], lines, labels=2)
+        lines.append([shape, OVERHEADS[measure], str(tokens), *each])
+    return markdown(["shape", "", "tokens", *impls], lines, labels=2, once=1)
 
 
 def _overhead(row: Record) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from operator import truediv
 
-from report import source
-from tables import OURS, Record, markdown
+from tables import OURS, Record, beside_ours, markdown, source
 
 NONE = "No model has been served on a GPU yet (`python benchmarks/served_vllm.py`)."
 LEGEND = f"""\
@@ -33,38 +32,20 @@ def _parts(record: Record) -> list[str]:
         return []
     versions = ", ".join(sorted({row["config"]["vllm"] for row in rows}))
     told = f"vLLM {versions} on {source(record)}"
-    speeds = _phases(rows, "tokens_per_s", lambda ours, theirs: ours / theirs)
+    speeds = _phases(rows, "tokens_per_s", truediv)
     timed = [{**row, "step_ms": 1e3 * row["step_s"]} for row in rows if row["step_s"] is not None]
     steps = [STEPS, _phases(timed, "step_ms", lambda ours, theirs: theirs / ours)] if timed else []
     return [f"### {record['gpu']}", told, speeds, *steps, COMPARED, _compared(rows)]
 
 
-class _Case(NamedTuple):
-    """What an engine serves."""
-
-    model: str
-    scheme: str
-    layers: int
-    gpus: int
-    parallel: str
-    adapters: int
-
-    @property
-    def cells(self) -> list[str]:
-        """The first cells of a line."""
-        gpus = f", {self.gpus} GPUs ({self.parallel})" if self.gpus > 1 else ""
-        adapters = f", {self.adapters} adapters" if self.adapters else ""
-        return [f"{self.model}, {self.layers} layers{gpus}{adapters}", f"`{self.scheme}`"]
-
-
-def _case(row: Record) -> _Case:
-    return _Case(*(row[name] for name in _Case._fields))
-
-
-def _by_case(rows: list[Record]) -> dict[_Case, list[Record]]:
-    cases: dict[_Case, list[Record]] = {}
+def _by_case(rows: list[Record]) -> dict[tuple[str, str], list[Record]]:
+    """The rows of each model that is served, by the first cells of its lines."""
+    cases: dict[tuple[str, str], list[Record]] = {}
     for row in rows:
-        cases.setdefault(_case(row), []).append(row)
+        gpus = f", {row['gpus']} GPUs ({row['parallel']})" if row["gpus"] > 1 else ""
+        adapters = f", {row['adapters']} adapters" if row["adapters"] else ""
+        model = f"{row['model']}, {row['layers']} layers{gpus}{adapters}"
+        cases.setdefault((model, f"`{row['scheme']}`"), []).append(row)
     return cases
 
 
@@ -74,31 +55,22 @@ def _phases(rows: list[Record], field: str, better: Callable[[float, float], flo
     Args:
         rows: of one GPU.
         field: what of each row is shown.
-        better: how many times as good ours is as theirs, of both.
+        better: how many times as good ours is as theirs.
     """
     phases = sorted({(row["phase"], row["M"]) for row in rows})
     lines = []
     for case, mine in _by_case(rows).items():
-        shown = {(row["impl"], row["phase"], row["M"]): row[field] for row in mine}
-        for impl in sorted({row["impl"] for row in mine}, key=lambda impl: impl != OURS):
-            experts = next(row["experts"] for row in mine if row["impl"] == impl)
-            cells = [
-                _cell(shown.get((impl, *phase)), shown.get((OURS, *phase)), impl, better)
-                for phase in phases
-            ]
-            name = case.cells if impl == OURS else ["", ""]
-            lines.append([*name, OURS if impl == OURS else f"`{experts}`", *cells])
+        numbers = {(row["impl"], row["phase"], row["M"]): row[field] for row in mine}
+        experts = {row["impl"]: f"`{row['experts']}`" for row in mine}
+        for impl in sorted(experts, key=lambda impl: impl != OURS):
+            name = OURS if impl == OURS else experts[impl]
+            lines.append([*case, name, *beside_ours(numbers, impl, phases, _number, better)])
     head = ["model", "weights", "experts", *(f"{phase} {m}" for phase, m in phases)]
-    return markdown(head, lines, labels=3)
+    return markdown(head, lines, labels=3, once=2)
 
 
-def _cell(
-    mine: float | None, ours: float | None, impl: str, better: Callable[[float, float], float]
-) -> str:
-    if mine is None:
-        return "-"
-    text = f"{mine:,.0f}" if mine >= 100 else f"{mine:.3g}"
-    return text if impl == OURS or ours is None else f"{text} ({better(ours, mine):.2f})"
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _compared(rows: list[Record]) -> str:
@@ -108,6 +80,6 @@ def _compared(rows: list[Record]) -> str:
         if compared is not None:
             ties, apart = compared["near_ties"], f"{compared['apart']:.3f}"
             parted = f"{len(ties)}, near ties: {sum(ties)}"
-            lines.append([*case.cells, str(compared["equal"]), apart, parted])
+            lines.append([*case, str(compared["equal"]), apart, parted])
     head = ["model", "weights", "equal tokens", "apart", "parted"]
     return markdown(head, lines, labels=2)

@@ -66,6 +66,9 @@ class Case(NamedTuple):
     scheme: str
     layers: int
 
+    def __str__(self) -> str:
+        return " ".join((self.model, self.scheme))
+
 
 CASES = (
     Case("qwen3-30b-a3b", "bf16", 48),
@@ -114,8 +117,10 @@ class ServedRow:
     config: dict[str, Any]
 
 
-class Engine:
+class Server:
     """Processes that serve models together: one, or a rank each of data parallelism.
+
+    ``facts`` is what the first rank said when it had started the model.
 
     Args:
         impl: `OURS` or `THEIRS`.
@@ -126,10 +131,8 @@ class Engine:
     def __init__(self, impl: str, log: Path, ranks: int) -> None:
         self.impl = impl
         self.log = log.open("a", buffering=1)
-        shared = {"MOE_OPS_VLLM": SWITCH[impl]}
-        if ranks > 1:
-            shared |= {"VLLM_DP_SIZE": str(ranks), "VLLM_DP_MASTER_PORT": str(free_port())}
-        self.processes = [_process({**shared, **_rank(rank, ranks)}) for rank in range(ranks)]
+        self.facts: dict[str, Any] = {}
+        self.processes = [_process(variables) for variables in _variables(impl, ranks)]
 
     def send(self, verb: str, **arguments: Any) -> None:
         """Ask all ranks for something, unless they have ended."""
@@ -139,25 +142,26 @@ class Engine:
                 process.stdin.flush()
 
     def receive(self) -> list[Any]:
-        """The answer of each rank.
+        """The reply of each rank.
 
         Raises:
             RuntimeError: what was asked for failed, or a process has ended.
         """
-        return [self._answer(process) for process in self.processes]
+        answers = [self._answer(process) for process in self.processes]
+        for answer in answers:  # all are read by now: none is left for the next question
+            if "error" in answer:
+                raise RuntimeError(answer["error"])
+        return [answer["reply"] for answer in answers]
 
-    def _answer(self, process: Any) -> Any:
+    def _answer(self, process: Any) -> dict[str, Any]:
         for line in process.stdout:
             if line.startswith(MARK):
-                answer = json.loads(line.removeprefix(MARK))
-                if "error" in answer:
-                    raise RuntimeError(answer["error"])
-                return answer["reply"]
+                return json.loads(line.removeprefix(MARK))
             self.log.write(line)
         raise RuntimeError(f"the engine ended with status {process.wait()}")
 
     def ask(self, verb: str, **arguments: Any) -> list[Any]:
-        """Ask for something, and return the answers."""
+        """Ask for something, and return the replies."""
         self.send(verb, **arguments)
         return self.receive()
 
@@ -182,9 +186,13 @@ def _process(environment: dict[str, str]) -> Any:
     )
 
 
-def _rank(rank: int, ranks: int) -> dict[str, str]:
-    """What vLLM reads to be one of several ranks; of one there is nothing to say."""
-    return {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} if ranks > 1 else {}
+def _variables(impl: str, ranks: int) -> list[dict[str, str]]:
+    """The variables of each process: the plug-in's switch, and which of several ranks it is."""
+    switch = {"MOE_OPS_VLLM": SWITCH[impl]}
+    if ranks == 1:
+        return [switch]
+    shared = {**switch, "VLLM_DP_SIZE": str(ranks), "VLLM_DP_MASTER_PORT": str(free_port())}
+    return [{**shared, "VLLM_DP_RANK": n, "VLLM_DP_RANK_LOCAL": n} for n in map(str, range(ranks))]
 
 
 def free_port() -> int:
@@ -194,66 +202,62 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-class Served(NamedTuple):
-    """A model that an engine serves."""
-
-    engine: Engine
-    facts: dict[str, Any]
-    """What the engine's first rank said when it had started."""
-
-
 def started(
-    case: Case, engines: Sequence[Engine], args: argparse.Namespace, failed: list[str]
-) -> list[Served]:
-    """Start a model in all engines at the same time; ``failed`` gets those that could not."""
+    case: Case, servers: Sequence[Server], args: argparse.Namespace, failed: list[str]
+) -> list[Server]:
+    """Start a model in all servers at the same time; returns those that could.
+
+    ``failed`` gets the errors of the others.
+    """
     asked = {"case": case._asdict(), "options": engine_options(args), "adapters": args.adapters}
-    for engine in engines:
-        engine.send("start", **asked)
-    served = []
-    for engine in engines:
+    for server in servers:
+        server.send("start", **asked)
+    serving = []
+    for server in servers:
         try:
-            facts, *_ = engine.receive()
-            served.append(Served(engine, facts))
+            server.facts, *_ = server.receive()
+            serving.append(server)
         except RuntimeError as error:
-            failed.append(f"{case.model} {case.scheme} {engine.impl}: {error}")
-    return served
+            failed.append(f"{case} {server.impl}: {error}")
+    return serving
 
 
-def compared(served: Sequence[Served], new: int) -> dict[str, Any] | None:
-    """How far the continuations of both engines agree; None of one engine alone."""
-    written = {one.engine.impl: _written(one.engine.ask("write", new=new)[0]) for one in served}
+def compared(servers: Sequence[Server], new: int) -> dict[str, Any] | None:
+    """How far the continuations of both servers agree; None with one server alone."""
+    written = {server.impl: _written(server.ask("write", new=new)[0]) for server in servers}
     if len(written) < len(SWITCH):
         return None
     return compare(written[THEIRS], written[OURS]).as_json()
 
 
 def _written(reply: dict[str, Any]) -> Written:
-    """What an engine wrote, as JSON had it."""
+    """What a rank wrote, from JSON."""
     best = [[{int(t): p for t, p in x.items()} for x in one] for one in reply["best"]]
     return Written(reply["tokens"], best)
 
 
-def step_time(engine: Engine, prompts: dict[str, int], new: int) -> float | None:
+def step_time(server: Server, prompts: dict[str, int], new: int) -> float | None:
     """The time of the kernels of one step: of prompts, or of sequences that decode."""
-    first, *_ = engine.ask("busy", **prompts, new=1)
+    first, *_ = server.ask("busy", **prompts, new=1)
     if first is None or new == 1:
         return first
-    more, *_ = engine.ask("busy", **prompts, new=1 + PROFILED)
+    more, *_ = server.ask("busy", **prompts, new=1 + PROFILED)
     return (more - first) / PROFILED
 
 
-def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> Iterator[ServedRow]:
-    """The rows of a case: engines take turns."""
-    agreement = compared(served, args.new)
-    phases = [("decode", m, m, DECODE, args.new) for m in args.batches]
-    phases += [("prefill", m, m // PREFILL, PREFILL, 1) for m in args.prefill]
-    for phase, m, count, length, new in phases:
-        prompts = {"count": count, "length": length}
-        rounds = [
-            [max(one.engine.ask("time", **prompts, new=new)) for one in served]
+def measured(
+    case: Case, servers: Sequence[Server], args: argparse.Namespace
+) -> Iterator[ServedRow]:
+    """The rows of a case: servers take turns, and the time of the slowest rank counts."""
+    agreement = compared(servers, args.new)
+    phases = [("decode", m, {"count": m, "length": DECODE}, args.new) for m in args.batches]
+    phases += [("prefill", m, {"count": m // PREFILL, "length": PREFILL}, 1) for m in args.prefill]
+    for phase, m, prompts, new in phases:
+        _, *rounds = (
+            [max(server.ask("time", **prompts, new=new)) for server in servers]
             for _ in range(1 + ROUNDS)
-        ]
-        for (engine, facts), (_, *seconds) in zip(served, zip(*rounds, strict=True), strict=True):
+        )
+        for server, *seconds in zip(servers, *rounds, strict=True):
             yield ServedRow(
                 *case,
                 gpus=args.gpus,
@@ -261,14 +265,14 @@ def measured(case: Case, served: Sequence[Served], args: argparse.Namespace) -> 
                 adapters=args.adapters,
                 phase=phase,
                 M=m,
-                impl=engine.impl,
-                experts=", ".join(facts["experts"]),
-                tokens_per_s=len(engine.processes) * m * new / median(seconds),
+                impl=server.impl,
+                experts=", ".join(server.facts["experts"]),
+                tokens_per_s=len(server.processes) * m * new / median(seconds),
                 seconds=seconds,
-                step_s=step_time(engine, prompts, new),
-                start_s=facts["start_s"],
-                compared=agreement if engine.impl == OURS else None,
-                config={"vllm": facts["vllm"], "new": new, **args.options},
+                step_s=step_time(server, prompts, new),
+                start_s=server.facts["start_s"],
+                compared=agreement if server.impl == OURS else None,
+                config={"vllm": server.facts["vllm"], "new": new, **args.options},
             )
 
 
@@ -278,7 +282,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser, number = command.Parser(None, __doc__ or ""), command.checked(command.count)
     add = parser.add_argument
     named = {f"{case.model}:{case.scheme}": case for case in (*CASES, TINY)}
-    usual = [*named][:-1] if cuda else [*named][-1:]
+    usual = [name for name, case in named.items() if (case is TINY) != cuda]
     impl = command.named_choice("implementation", {name: name for name in SWITCH})
     lists = {
         "cases": (command.named_choice("case", named), ",".join(usual)),
@@ -327,28 +331,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = record_path(args.output, "served_vllm.json")
     args.logs.mkdir(parents=True, exist_ok=True)
     ranks = args.gpus if args.parallel == "data" else 1
-    engines = [Engine(impl, args.logs / f"{impl}.log", ranks) for impl in args.impls]
+    servers = [Server(impl, args.logs / f"{impl}.log", ranks) for impl in args.impls]
     rows, failed = 0, []
     for case in args.cases:
         if time.monotonic() - begun > args.time_budget_s:
-            print(f"no time left for {case.model} {case.scheme}, and the rest")
+            print(f"no time left for {case}, and the rest")
             break
         case = case._replace(layers=min(case.layers, args.layers or case.layers))
-        command.progress(f"{case.model} {case.scheme}, {case.layers} layers")
-        served = started(case, engines, args, failed)
+        command.progress(f"{case}, {case.layers} layers")
+        serving = started(case, servers, args, failed)
         try:
-            for row in measured(case, served, args):
+            for row in measured(case, serving, args):
                 command.print_row(asdict(row), WIDTHS, head=rows == 0)
                 rows += 1
                 if path:
                     write_rows(path, [row], KEY)
         except RuntimeError as error:
-            failed.append(f"{case.model} {case.scheme}: {error}")
-        for engine in engines:
+            failed.append(f"{case}: {error}")
+        for server in servers:
             with suppress(RuntimeError):
-                engine.ask("stop")
-    for engine in engines:
-        engine.end()
+                server.ask("stop")
+    for server in servers:
+        server.end()
     return command.conclude(rows, path, failed, f"; logs in {args.logs}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from report import OURS, markdown, source
+from tables import OURS, Record, markdown, source
 
 LEGEND = """\
 Forward and backward of one layer: gradients of tokens, router weights and all weights; of
@@ -26,8 +26,6 @@ HEAD = [
     "kept (MB)",
 ]
 LABELS = {"all": "all weights", "adapters": "adapters", "frozen": "tokens alone"}
-
-Record = dict[str, Any]
 
 
 def report(records: list[Record]) -> str:

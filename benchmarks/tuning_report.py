@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from report import markdown, source
+from tables import Record, markdown, source
 
 LEGEND = """\
 Time of both GEMMs with the analytic tiles over their time with the best tiles that `moe-ops tune`
 found, L2 evicted. 1.00: nothing was more than 2 % faster than the analytic tiles."""
 NONE = "No record yet: `moe-ops tune --record benchmarks/results` makes one."
-
-Record = dict[str, Any]
 
 
 def report(records: list[Record]) -> str:

@@ -48,6 +48,10 @@ class Spec(NamedTuple):
         return self.architecture(**{**self.sizes, **changes})
 
 
+_TINY = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
 SPECS = {
     "qwen3-30b-a3b": Spec(
         transformers.Qwen3MoeConfig,
@@ -73,21 +77,12 @@ SPECS = {
     ),
     "tiny-qwen3": Spec(
         transformers.Qwen3MoeConfig,
-        {
-            "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-            "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-        },
+        {**_TINY, "moe_intermediate_size": 32, "num_experts": 8, "norm_topk_prob": True},
         SDPA,
     ),
     "tiny-gpt-oss": Spec(
         transformers.GptOssConfig,
-        {
-            "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-            "sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-        },
+        {**_TINY, "sliding_window": 8, "num_local_experts": 8},
         "eager",
         MXFP4,
     ),

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,9 @@ import report  # noqa: E402
 import served_report  # noqa: E402
 import training_report  # noqa: E402
 import tuning_report  # noqa: E402
+from inside_sglang import SGLANG  # noqa: E402
+from inside_vllm import VLLM  # noqa: E402
+from tables import markdown, source  # noqa: E402
 
 SUBMODULES = (
     "functional",
@@ -54,6 +58,7 @@ SUBMODULES = (
 """Public modules whose names are not all on top of the package."""
 OUTPUT = Path(__file__).with_name("generated")
 RESULTS = ROOT / "benchmarks" / "results"
+records = partial(report.read_records, RESULTS)
 
 
 def schemes() -> str:
@@ -79,7 +84,7 @@ def schemes() -> str:
         f"`({rows}, {k})` and of `w1` `({e}, {n}, {k})`. Bits are the memory of one weight of "
         "`w1`, scales included."
     )
-    return f"{report.markdown(head, lines, labels=6)}\n\n{legend}"
+    return f"{markdown(head, lines, labels=6)}\n\n{legend}"
 
 
 def _shape(shape: tuple) -> str:
@@ -103,7 +108,7 @@ def models() -> str:
         shape = (problem.num_experts, problem.top_k, hidden, inner)
         lines.append([f"`{name}`", *map(str, shape), *(f"{size / 1e9:.2f}" for size in sizes)])
     head = ["name", "E", "k", "H", "I", *(f"`{scheme}`, GB" for scheme in shown)]
-    return report.markdown(head, lines, labels=1)
+    return markdown(head, lines, labels=1)
 
 
 def transformers_models() -> str:
@@ -117,7 +122,7 @@ def transformers_models() -> str:
     lines = [
         [f"`{name}`", ", ".join(f"`{cls}`" for cls in classes)] for name, classes in found.items()
     ]
-    table = report.markdown(["model", "classes of experts"], lines, labels=2)
+    table = markdown(["model", "classes of experts"], lines, labels=2)
     return f"{len(found)} models of transformers {transformers.__version__}:\n\n{table}"
 
 
@@ -134,7 +139,7 @@ def activations() -> str:
         ]
         for a in MoEActivation
     ]
-    return report.markdown(["activation", "gate", "rows of w1"], lines, labels=3)
+    return markdown(["activation", "gate", "rows of w1"], lines, labels=3)
 
 
 def formulas() -> str:
@@ -154,7 +159,7 @@ def formulas() -> str:
             ]
         )
     head = ["activation", "function", "settings (default)", "with every setting"]
-    return report.markdown(head, lines, labels=4)
+    return markdown(head, lines, labels=4)
 
 
 def gpus() -> str:
@@ -177,7 +182,7 @@ def gpus() -> str:
         alike.setdefault(tuple(kernels(scheme, t) for t in targets), []).append(f"`{scheme.name}`")
     lines = [["<br>".join(names), *cells] for cells, names in alike.items()]
     head = ["schemes", *(f"{t.name}<br>{_ran_on(t) or t.gpu}" for t in targets)]
-    return report.markdown(head, lines, labels=len(head))
+    return markdown(head, lines, labels=len(head))
 
 
 TOKENS = (1, 64, 4096)
@@ -194,7 +199,7 @@ def instead() -> str:
             weights, names = schemes_instead(scheme, max(archs))
             told = ", ".join(f"`{name}`" for name in names) or "-"
             lines.append([f"`{scheme.name}`", f"sm_{lowest}", told, weights if names else "-"])
-    return report.markdown(["scheme", "runs from", "below it", "with"], lines, labels=4)
+    return markdown(["scheme", "runs from", "below it", "with"], lines, labels=4)
 
 
 def layouts() -> str:
@@ -204,7 +209,7 @@ def layouts() -> str:
         [f"`{name}`", *("found out" if v is None else str(v) for v in vars(layout).values())]
         for name, layout in LAYOUTS.items()
     ]
-    return report.markdown(["layout", *(f"`{n}`" for n in names)], lines, labels=1 + len(names))
+    return markdown(["layout", *(f"`{n}`" for n in names)], lines, labels=1 + len(names))
 
 
 def architectures() -> str:
@@ -224,7 +229,7 @@ def architectures() -> str:
             ]
         )
     head = ["architecture", "GPU that stands for it", "compiled in tests", "tests ran on", "speed"]
-    return report.markdown(head, lines, labels=5)
+    return markdown(head, lines, labels=5)
 
 
 def _ran_on(target: TargetDevice) -> str:
@@ -243,7 +248,7 @@ def gpu_tests() -> str:
         whole = "yes" if record.get("complete") else "no"
         lines.append([f"`{path.stem}`", record["gpu"], *_when(record), whole, told, *counts])
     head = ["record", "GPU", "commit", "date", "all parts", "which failed"]
-    tests = report.markdown([*head, "passed", "failed", "skipped"], lines, labels=6)
+    tests = markdown([*head, "passed", "failed", "skipped"], lines, labels=6)
     lines = []
     for path in sorted(RESULTS.glob("*/sanitizer.json")):
         record = json.loads(path.read_text())
@@ -252,7 +257,7 @@ def gpu_tests() -> str:
                 counts = [str(found[name]) for name in ("cases", "errors", "unjudged")]
                 lines.append([tool, record["gpu"], *_when(record), *counts])
     head = ["tool", "GPU", "commit", "date", "cases", "errors", "not judged"]
-    return f"{tests}\n\n{report.markdown(head, lines, labels=4)}"
+    return f"{tests}\n\n{markdown(head, lines, labels=4)}"
 
 
 def _when(record: dict[str, Any]) -> list[str]:
@@ -277,13 +282,13 @@ def tuned() -> str:
         tokens = ", ".join(key for key in json.loads(path.read_text()) if key.isdigit())
         gpu, scheme = fields["device_name"].replace("_", " "), f"`{fields['scheme']}`"
         lines.append([gpu, scheme, *(fields[n] for n in "EKN"), tokens])
-    return report.markdown(["GPU", "scheme", "E", "H", "I", "tokens"], lines, labels=2)
+    return markdown(["GPU", "scheme", "E", "H", "I", "tokens"], lines, labels=2)
 
 
 def profile() -> str:
     """Time by stage, a line per stage, shape and number of tokens."""
     parts = []
-    for record in report.read_records(RESULTS, "profile.json"):
+    for record in records("profile.json"):
         lines = [
             [
                 row["shape"],
@@ -293,8 +298,8 @@ def profile() -> str:
             ]
             for row in record["rows"]
         ]
-        table = report.markdown(["shape", "tokens", "us", "of which"], lines, labels=1)
-        parts += [table, report.source(record)]
+        table = markdown(["shape", "tokens", "us", "of which"], lines, labels=1)
+        parts += [table, source(record)]
     return "\n\n".join(parts)
 
 
@@ -302,7 +307,7 @@ def names() -> str:
     """For each public module a line per name, with its first sentence and a link."""
     parts = []
     for module in (moe_ops, *(import_module(f"moe_ops.{name}") for name in SUBMODULES)):
-        table = report.markdown(["name", "what it is"], [*map(_name, _public(module))], labels=2)
+        table = markdown(["name", "what it is"], [*map(_name, _public(module))], labels=2)
         title = inspect.getdoc(module).partition("\n\n")[0]
         parts.append(f"## `{module.__name__}`\n\n{title}\n\n{table}")
     return "\n\n".join(parts)
@@ -323,12 +328,12 @@ def _name(named: tuple[str, Any]) -> list[str]:
 
 def layer_tables() -> str:
     """The tables of whole layers."""
-    return report.report(report.read_records(RESULTS))
+    return report.report(records())
 
 
 def whole_models() -> str:
     """The tables of whole models, and the plots of every GPU's record."""
-    tables = models_report.report(report.read_records(RESULTS, "models.json"))
+    tables = models_report.report(records("models.json"))
     shown = [
         _picture(path, f"{path.stem}, tokens per second")
         for path in sorted(RESULTS.glob("*/models-*.png"))
@@ -358,7 +363,7 @@ def finetuning() -> str:
         f"`{record['command']}`, torch {record['torch']} on {record['device']}. The losses of both "
         f"implementations are at most {apart:.1g} apart."
     )
-    return f"{report.markdown(head, lines, labels=1)}\n\n{how}"
+    return f"{markdown(head, lines, labels=1)}\n\n{how}"
 
 
 def _picture(path: Path, what: str) -> str:
@@ -371,7 +376,7 @@ def _picture(path: Path, what: str) -> str:
 def plots() -> str:
     """The plots of layers of every GPU's records, copied beside the tables."""
     parts = []
-    for record in report.read_records(RESULTS):
+    for record in records():
         gpu = record["gpu"]
         folder = RESULTS / gpu.lower().replace(" ", "-")
         parts.append(f"### Plots: {gpu}")
@@ -390,8 +395,7 @@ def plots() -> str:
 
 def headline() -> str:
     """The table of mean ratios of every GPU, each below a heading."""
-    records = report.read_records(RESULTS)
-    return "\n\n".join(f"### In short: {r['gpu']}\n\n{report.headline([r])}" for r in records)
+    return "\n\n".join(f"### In short: {r['gpu']}\n\n{report.headline([r])}" for r in records())
 
 
 PAGES = {
@@ -414,26 +418,20 @@ PAGES = {
     "tuned": tuned,
     "names": names,
     "headline": headline,
-    "beside_peers": lambda: peers_report.report(report.read_records(RESULTS)),
-    "served_vllm": lambda: served_report.report(report.read_records(RESULTS, "served_vllm.json")),
-    "inside_vllm": lambda: inside_report.report(
-        report.read_records(RESULTS, "inside_vllm.json"), inside_report.VLLM
-    ),
-    "inside_sglang": lambda: inside_report.report(
-        report.read_records(RESULTS, "inside_sglang.json"), inside_report.SGLANG
-    ),
+    "beside_peers": lambda: peers_report.report(records()),
+    "served_vllm": lambda: served_report.report(records("served_vllm.json")),
+    "inside_vllm": lambda: inside_report.report(records("inside_vllm.json"), VLLM),
+    "inside_sglang": lambda: inside_report.report(records("inside_sglang.json"), SGLANG),
     "layers": layer_tables,
     "plots": plots,
     "profile": profile,
-    "overheads": lambda: report.overheads_report(report.read_records(RESULTS, "overheads.json")),
+    "overheads": lambda: report.overheads_report(records("overheads.json")),
     "whole_models": whole_models,
     "finetuning": finetuning,
-    "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks_*.json")),
-    "tuning": lambda: tuning_report.report(report.read_records(RESULTS, "tuning.json")),
-    "training": lambda: training_report.report(report.read_records(RESULTS, "training.json")),
-    "training_ranks": lambda: training_report.over_ranks(
-        report.read_records(RESULTS, "training_ranks.json")
-    ),
+    "ranks": lambda: ranks_report.report(records("ranks_*.json")),
+    "tuning": lambda: tuning_report.report(records("tuning.json")),
+    "training": lambda: training_report.report(records("training.json")),
+    "training_ranks": lambda: training_report.over_ranks(records("training_ranks.json")),
     "quality": lambda: quality_report.table(quality_report.read()),
 }
 """Name of a file in `docs/generated/` -> the function that makes its text."""

@@ -15,7 +15,7 @@ from moe_ops.bench.peers import PEERS, Peer
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem
 from moe_ops.scheme import get_scheme
 from peers import humming, sglang, vllm, vllm_methods
-from peers.installed import package, reason
+from peers.installed import lacks, package, reason
 
 # transformers
 
@@ -109,16 +109,12 @@ def marlin_tiles(scheme: str, problem: Problem, tokens: int) -> bool:
 
 # OpenAI's triton_kernels
 
-_PARTS = ("matmul_ogs", "routing", "swiglu", "tensor", "tensor_details.layout")
+_PARTS = tuple(
+    f"triton_kernels.{part}"
+    for part in ("matmul_ogs", "routing", "swiglu", "tensor", "tensor_details.layout")
+)
+"""Modules of triton_kernels that are called; it has ``matmul_ogs`` and ``routing`` up to 3.5."""
 _NO_LIMIT = 1e30
-
-
-@cache
-def triton_kernels_parts() -> str | None:
-    """What is missing of triton_kernels with ``matmul_ogs`` and ``routing`` (3.5 and before)."""
-    return package("triton_kernels") or reason(
-        lambda: [import_module(f"triton_kernels.{part}") for part in _PARTS]
-    )
 
 
 def power_of_two(scheme: str, problem: Problem, tokens: int) -> bool:
@@ -134,7 +130,7 @@ def triton_kernels(experts: Experts, inputs: Inputs) -> Call:
     beforehand, and a bias of -1 on the rows of ``up`` makes it gated SiLU. The routing takes the
     ids as given; its weights are a softmax of the logarithms of the given ones.
     """
-    ogs, routing, swiglu, *_ = (import_module(f"triton_kernels.{part}") for part in _PARTS)
+    ogs, routing, swiglu, *_ = map(import_module, _PARTS)
     w1, first = _ogs_weight(experts, 0)
     w2, second = _ogs_weight(experts, 1)
     bias = up_bias(experts)
@@ -178,10 +174,7 @@ def alternating(w1: Tensor) -> Tensor:
 
 def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
     """A weight as ``(E, K, N)``, and its precision configuration."""
-    ogs, tensor, layouts = (
-        import_module(f"triton_kernels.{part}")
-        for part in ("matmul_ogs", "tensor", "tensor_details.layout")
-    )
+    ogs, _, _, tensor, layouts = map(import_module, _PARTS)
     arranged = alternating if number == 0 else torch.Tensor.contiguous
     if experts.stored is None:
         w = (experts.w1, experts.w2)[number]
@@ -253,7 +246,7 @@ PEERS |= {
         whole_groups,
     ),
     "triton_kernels": Peer(
-        triton_kernels_parts,
+        partial(lacks, "triton_kernels", *_PARTS),
         dict.fromkeys(("bf16", "mxfp4_w4a16"), triton_kernels),
         power_of_two,
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.bench.problems import Call, Experts, Inputs
 from peers import vllm
-from peers.installed import package, reason
+from peers.installed import lacks, package
 
 _BF16 = {"input_quant_mode": "none"}
 _TOKENS = {"input_quant_mode": "dynamic_token", "input_scale_dtype": "float32"}
@@ -45,12 +44,11 @@ PADDED = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}
 """Sizes to which vLLM pads weights for Humming."""
 
 
-@cache
 def missing() -> str | None:
     """What is missing: Humming, or vLLM's operators around its GEMMs."""
     if package("humming"):
         return "the package humming (humming-kernels)"
-    return reason(lambda: import_module("humming.forward")) or vllm.missing(*vllm.TRITON)
+    return lacks("humming", "humming.forward") or vllm.missing(*vllm.TRITON)
 
 
 def tensors_of(weight: Any) -> dict[str, Tensor]:

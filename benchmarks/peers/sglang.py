@@ -11,7 +11,7 @@ import torch
 
 from moe_ops.bench.problems import Call, Experts, Inputs
 from moe_ops.scheme import dequantize_weight, get_scheme
-from peers.installed import package, reason
+from peers.installed import lacks, named, package, reason
 
 MOE = "sglang.srt.layers.moe"
 RUNNERS = f"{MOE}.moe_runner"
@@ -43,8 +43,8 @@ def flags_by_scheme(size: int) -> dict[str, dict[str, Any]]:
 
 
 FLAGS = {"bf16": {}, **flags_by_scheme(128)}
-TRITON_INFO = (f"{RUNNERS}.triton", "TritonMoeQuantInfo")
-INFOS = {"mxfp4_w4a16": (f"{PLUGIN}._mxfp4", "Mxfp4QuantInfo")}
+TRITON_INFO = f"{RUNNERS}.triton.TritonMoeQuantInfo"
+INFOS = {"mxfp4_w4a16": f"{PLUGIN}._mxfp4.Mxfp4QuantInfo"}
 """Scheme that SGLang's Triton runner does not have -> what the plug-in gives its core."""
 
 
@@ -61,14 +61,13 @@ def started() -> None:
     import_module(PLUGIN).register()
 
 
-@cache
 def missing(backend: str) -> str | None:
     """What is missing of SGLang for a runner backend."""
     fault = package("sglang") or reason(started)
     if fault:
         return fault
     if backend == TRITON:
-        return reason(lambda: import_module(f"{RUNNERS}.triton_utils.fused_moe"))
+        return lacks("sglang", f"{RUNNERS}.triton_utils.fused_moe")
     other = import_module(f"{PLUGIN}._interface").missing()
     return f"{other} as the plug-in knows it" if other else None
 
@@ -85,12 +84,12 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
     """
     started()
     weights, ids = inputs.topk_weights, inputs.topk_ids
-    routed = _named("topk", "StandardTopKOutput")(weights, ids, weights.new_empty(0))
-    dispatched = _named("token_dispatcher.standard", "StandardDispatchOutput")(
+    routed = named(f"{MOE}.topk.StandardTopKOutput")(weights, ids, weights.new_empty(0))
+    dispatched = named(f"{MOE}.token_dispatcher.standard.StandardDispatchOutput")(
         hidden_states=inputs.x, hidden_states_scale=None, topk_output=routed
     )
     count, hidden, inner = experts.w1.shape[0], inputs.x.shape[1], experts.w1.shape[1] // 2
-    config = _named("moe_runner.base", "MoeRunnerConfig")(
+    config = named(f"{RUNNERS}.base.MoeRunnerConfig")(
         num_experts=count,
         num_local_experts=count,
         hidden_size=hidden,
@@ -100,15 +99,14 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
         activation=experts.activation,
         inplace=False,
     )
-    name = _named("utils", "resolve_moe_runner_backend")(backend)
-    runner, info = _named("moe_runner.runner", "MoeRunner")(name, config), quant_info(experts)
+    name = named(f"{MOE}.utils.resolve_moe_runner_backend")(backend)
+    runner, info = named(f"{RUNNERS}.runner.MoeRunner")(name, config), quant_info(experts)
     return lambda: runner.run(dispatched, info).hidden_states
 
 
 def quant_info(experts: Experts) -> Any:
     """The weights' ``TritonMoeQuantInfo``, or a subclass of the plug-in, on the same memory."""
-    module, name = INFOS.get(experts.scheme.name, TRITON_INFO)
-    made, tensors = getattr(import_module(module), name), {}
+    made, tensors = named(INFOS.get(experts.scheme.name, TRITON_INFO)), {}
     for which, weight in zip(("w13", "w2"), experts.stored or (), strict=False):
         tensors |= {f"{which}_scale": weight.scale, f"{which}_zp": weight.zero_point}
     return made(experts.w1, experts.w2, **_flags(experts), **tensors)
@@ -150,7 +148,3 @@ def has_tuned_tiles(experts: Experts) -> bool:
 
 def _flags(experts: Experts) -> dict[str, Any]:
     return FLAGS.get(experts.scheme.name, {})
-
-
-def _named(module: str, name: str) -> Any:
-    return getattr(import_module(f"{MOE}.{module}"), name)

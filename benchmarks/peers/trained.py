@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops.bench.problems import Call, Experts, Inputs
 from peers import TransformersExperts, transformers_arguments
-from peers.installed import package, reason
+from peers.installed import lacks
 
 
 class Differentiable(NamedTuple):
@@ -181,12 +181,6 @@ def _leaves(**tensors: Tensor) -> dict[str, Tensor]:
     return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
 
 
-@cache
-def what_lacks(name: str, *modules: str) -> str | None:
-    """What is missing of a package, or of what its modules import."""
-    return package(name) or reason(lambda: [import_module(module) for module in modules])
-
-
 class TrainedPeer(NamedTuple):
     """An implementation with gradients of tokens, router weights and both weights in bf16."""
 
@@ -196,9 +190,9 @@ class TrainedPeer(NamedTuple):
 
 
 TRAINED_PEERS = {
-    LIGER: TrainedPeer(partial(what_lacks, "liger_kernel", "liger_kernel.ops.fused_moe"), liger),
+    LIGER: TrainedPeer(partial(lacks, "liger_kernel", "liger_kernel.ops.fused_moe"), liger),
     SONIC: TrainedPeer(
-        partial(what_lacks, "sonicmoe", "sonicmoe.functional", "quack.gemm_interface"), sonicmoe
+        partial(lacks, "sonicmoe", "sonicmoe.functional", "quack.gemm_interface"), sonicmoe
     ),
 }
 """Name -> the implementation. All compute the gradients of weights in every backward pass."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.bench.problems import Call, Experts, Inputs
-from peers.installed import package, reason
+from peers.installed import lacks, named
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
 UTILS = "vllm.model_executor.layers.quantization.utils"
@@ -49,17 +48,15 @@ MARLIN_ELEMENTS = {
 """Scheme of Marlin's kernels -> vLLM's name of the weights' elements."""
 
 
-@cache
 def missing(module: str, operators: tuple[str, ...]) -> str | None:
     """What is missing of vLLM: the package, what it imports, or operators that it compiles."""
-    fault = package("vllm") or reason(lambda: import_module(f"{LAYERS}.{module}"))
+    fault = lacks("vllm", f"{LAYERS}.{module}")
     if fault:
         return fault
     absent = [name for name in operators if not _has_operator(*name.split("."))]
     return f"compiled operators of vllm: {', '.join(absent)}" if absent else None
 
 
-@cache
 def missing_deepgemm() -> str | None:
     """What is missing of vLLM for its DeepGEMM experts."""
     fault = missing(*DEEPGEMM)
@@ -154,46 +151,51 @@ def codes_and_scales(weight: Any) -> tuple[Tensor, Tensor]:
 
 def modular(experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel with vLLM's Triton experts."""
-    triton_experts = _class("experts.triton_moe", "TritonExperts")
-    return _kernel(triton_experts, quant_config(experts), experts, inputs)
+    return _kernel(f"{LAYERS}.experts.triton_moe.TritonExperts", experts, inputs)
 
 
 def cutlass(experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel with vLLM's CUTLASS experts."""
-    config = quant_config(experts, per_out_ch_quant=True)  # else one scale for a whole weight
-    return _kernel(_class("experts.cutlass_moe", "CutlassExpertsFp8"), config, experts, inputs)
+    of_rows = {"per_out_ch_quant": True}  # else one scale for a whole weight
+    return _kernel(f"{LAYERS}.experts.cutlass_moe.CutlassExpertsFp8", experts, inputs, **of_rows)
 
 
 def deepgemm(experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel with vLLM's DeepGEMM experts."""
-    experts_class = _class("experts.deep_gemm_moe", "DeepGemmExperts")
-    return _kernel(experts_class, quant_config(experts), experts, inputs)
+    return _kernel(f"{LAYERS}.experts.deep_gemm_moe.DeepGemmExperts", experts, inputs)
 
 
 def served(experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel with this library's experts, as the plug-in installs them."""
-    ours = import_module("moe_ops.integrations.vllm._experts").MoeOpsExperts
-    return _kernel(ours, quant_config(experts), experts, inputs)
+    return _kernel("moe_ops.integrations.vllm._experts.MoeOpsExperts", experts, inputs)
 
 
-def _class(module: str, name: str) -> Any:
-    return getattr(import_module(f"{LAYERS}.{module}"), name)
+def _kernel(path: str, experts: Experts, inputs: Inputs, **changes: Any) -> Call:
+    """The modular kernel of one rank; weights are processed as after loading a model.
 
-
-def _kernel(experts_class: Any, config: Any, experts: Experts, inputs: Inputs) -> Call:
-    """The modular kernel of one rank; weights are processed as after loading a model."""
+    Args:
+        path: of the class of experts.
+        experts: weights.
+        inputs: tokens with their routing.
+        changes: further arguments of vLLM's configuration of the weights.
+    """
     workspace(inputs.x.device)
-    layer = _layer(experts)
-    config_of = moe_config(experts, inputs)
-    prepare = import_module(f"{LAYERS}.all2all_utils").maybe_make_prepare_finalize(
-        moe=config_of, quant_config=config, allow_new_interface=True
+    layer, config = _layer(experts), moe_config(experts, inputs)
+    quantized = quant_config(experts, **changes)
+    prepare = named(f"{LAYERS}.all2all_utils.maybe_make_prepare_finalize")(
+        moe=config, quant_config=quantized, allow_new_interface=True
     )
-    run = experts_class(moe_config=config_of, quant_config=config)
+    run = named(path)(moe_config=config, quant_config=quantized)
     run.process_weights_after_loading(layer)
-    kernel = import_module(f"{LAYERS}.modular_kernel").FusedMoEKernel(prepare, run)
+    kernel = named(f"{LAYERS}.modular_kernel.FusedMoEKernel")(prepare, run)
+    return call_of(kernel, config, layer, inputs)
+
+
+def call_of(kernel: Any, config: Any, layer: nn.Module, inputs: Inputs) -> Call:
+    """A call of a modular kernel, with the weights of a layer and its ``FusedMoEConfig``."""
     options = {
-        "activation": config_of.activation,
-        "global_num_experts": config_of.num_experts,
+        "activation": config.activation,
+        "global_num_experts": config.num_experts,
         "expert_map": None,
         "apply_router_weight_on_input": False,
     }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moe_ops.bench.problems import Call, Experts, Inputs
 from moe_ops.tensors import QTensor
 from peers import vllm
-from peers.installed import package
+from peers.installed import named, package
 
 METHODS = "vllm.model_executor.layers.quantization"
 COMPRESSED = f"{METHODS}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
@@ -37,16 +37,11 @@ class Method(NamedTuple):
     """Tensors of a checkpoint for ``w13`` or ``w2``, by the names of the layer's parameters."""
 
 
-def named(module: str, name: str) -> Any:
-    """Return a class of vLLM."""
-    return getattr(import_module(module), name)
-
-
 def _integers(config: Any) -> Any:
-    described = named("compressed_tensors.quantization", "QuantizationArgs")(
+    described = named("compressed_tensors.quantization.QuantizationArgs")(
         num_bits=4, type="int", symmetric=True, strategy="group", group_size=128
     )
-    made = named(f"{COMPRESSED}_wna16", "CompressedTensorsWNA16MoEMethod")
+    made = named(f"{COMPRESSED}_wna16.CompressedTensorsWNA16MoEMethod")
     return made(described, None, config)
 
 
@@ -56,7 +51,7 @@ def _integer_tensors(which: str, q: QTensor) -> Mapping[str, Any]:
 
 
 def _nvfp4(config: Any) -> Any:
-    made = named(f"{COMPRESSED}_w4a4_nvfp4", "CompressedTensorsW4A4Nvfp4MoEMethod")
+    made = named(f"{COMPRESSED}_w4a4_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod")
     return made(config, use_a16=True)
 
 
@@ -73,7 +68,7 @@ def _nvfp4_tensors(which: str, q: QTensor) -> Mapping[str, Any]:
 
 
 def _mxfp4(config: Any) -> Any:
-    return named(f"{METHODS}.mxfp4", "Mxfp4MoEMethod")(config)
+    return named(f"{METHODS}.mxfp4.Mxfp4MoEMethod")(config)
 
 
 def _mxfp4_tensors(which: str, q: QTensor) -> Mapping[str, Any]:
@@ -114,7 +109,7 @@ def started() -> ExitStack:
 
 def layer_of(method: Any, config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a layer as vLLM makes one for a method, with copies of a checkpoint's tensors."""
-    base = named("vllm.model_executor.layers.fused_moe", "RoutedExperts")
+    base = named(f"{vllm.LAYERS}.RoutedExperts")
     layer: Any = type("Layer", (base,), {"__init__": nn.Module.__init__})()
     facts = {
         "moe_config": config,
@@ -171,16 +166,4 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
     runs = type(method.moe_kernel.impl.fused_experts).__name__
     if {OURS: "MoeOps", MARLIN: "Marlin", HUMMING: "Humming"}[backend] not in runs:
         raise RuntimeError(f"moe_backend {backend!r} must run its experts, got {runs}")
-    return call_of(method, layer, inputs)
-
-
-def call_of(method: Any, layer: nn.Module, inputs: Inputs) -> Call:
-    """The call of the modular kernel that a method has made for a layer."""
-    config: Any = layer.moe_config
-    options = {
-        "activation": config.activation, "global_num_experts": config.num_experts,
-        "expert_map": None, "apply_router_weight_on_input": False,
-    }  # fmt: skip
-    return lambda: method.moe_kernel.apply(
-        inputs.x, layer.w13_weight, layer.w2_weight, inputs.topk_weights, inputs.topk_ids, **options
-    )
+    return vllm.call_of(method.moe_kernel, config, layer, inputs)

@@ -9,24 +9,21 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import compare
 import pytest
+import report
+import stages
 import torch
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.bench import harness, problems, stage_profile
+from moe_ops.bench import layer as bench_layer
 from moe_ops.dispatch.device import assumed
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import packs
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-bench_layer = import_module("moe_ops.bench.layer")
-compare = import_module("compare")
-harness = import_module("moe_ops.bench.harness")
-problems = import_module("moe_ops.bench.problems")
-report = import_module("report")
-stage_profile = import_module("moe_ops.bench.stage_profile")
-stages = import_module("stages")
 
 
 def row(shape="qwen3-30b", m=8, impl="moe_ops", time_us=100.0, **rest):

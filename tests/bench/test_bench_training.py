@@ -2,21 +2,16 @@
 
 import json
 import sys
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import bench_training as bench
 import pytest
 import torch
+import training_report as report
 from peers import installed, trained
 
 from moe_ops.bench import problems
 from moe_ops.bench.peers import Peer
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-bench = import_module("bench_training")
-report = import_module("training_report")
 
 TINY = ["--model", "tiny", "--tokens", "3", "--rank", "4", "--modes", "eager"]
 
@@ -205,14 +200,14 @@ def test_liger_and_sonicmoe(peers_of_training):
 
 def test_what_training_peers_lack(monkeypatch):
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
-    trained.what_lacks.cache_clear()
+    installed.lacks.cache_clear()
     assert bench.missing("liger") == "the package liger_kernel"
     assert bench.missing("sonicmoe") == "the package sonicmoe"
     assert bench.missing("moe_ops") is None
     monkeypatch.setattr(installed, "find_spec", lambda name: True)
-    lacks = trained.what_lacks("no_such_package", "no_such_package.part")
+    lacks = installed.lacks("no_such_package", "no_such_package.part")
     assert lacks == "ModuleNotFoundError: No module named 'no_such_package'"
-    trained.what_lacks.cache_clear()
+    installed.lacks.cache_clear()
 
 
 def test_what_runs(device):

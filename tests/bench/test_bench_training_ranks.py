@@ -1,17 +1,12 @@
 """The benchmark of forward and backward over ranks, on two of them without a GPU."""
 
-import sys
-from importlib import import_module
-from pathlib import Path
-
+import bench_training_ranks as bench
 import pytest
 import torch
+import training_report
 from ranks import spawn
 
 from moe_ops.bench.problems import TINY as LAYER
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-bench = import_module("bench_training_ranks")
 
 BACKENDS = ["symmetric", "allgather_reducescatter"]
 
@@ -60,7 +55,7 @@ def test_report():
         for impl, ranks in (("symmetric", 2), (bench.ONE_GPU, 1))
     ]
     header = dict.fromkeys(("gpu", "driver", "torch", "triton", "date"), "-")
-    text = import_module("training_report").over_ranks([{**header, "commit": "0", "rows": rows}])
+    text = training_report.over_ranks([{**header, "commit": "0", "rows": rows}])
     first, second = text.splitlines()[-2:]
     assert first == "| tiny | one GPU | 5 | 2.00 | 4.00 | 32 | 20 | 40 |"
     assert second == "| tiny | 2 GPUs, `symmetric` | 5 | 2.00 | 4.00 | 32 | 20 | 40 |"

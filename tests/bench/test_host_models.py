@@ -3,16 +3,13 @@
 import itertools
 import json
 import random
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 NAMES = ("bench_host_models", "drawn_routings", "hit_rates", "host_table", "moved_weights")
 bench, drawn, hits, host_table, moved = map(import_module, NAMES)
 whole = bench.whole_models

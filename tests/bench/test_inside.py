@@ -2,9 +2,9 @@
 
 import json
 import sys
-from importlib import import_module
-from pathlib import Path
 
+import inside
+import inside_sglang
 import peers
 import pytest
 import sglang_stand_ins as stand_ins
@@ -14,8 +14,6 @@ from peers import IN_SGLANG, PEERS, SGLANG_TRITON, installed
 from moe_ops import fused_experts
 from moe_ops.bench import layer, problems
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-inside_sglang = import_module("inside_sglang")
 SMALL = problems.Problem("small", 8, 2, 256, 128, timed=False)
 CPU = torch.device("cpu")
 
@@ -23,12 +21,12 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def engine(monkeypatch):
     """SGLang's stand-ins, whose Triton runner computes a layer that is not quantized."""
-    for probe in (peers.sglang.started, peers.sglang.missing):
+    for probe in (peers.sglang.started, installed.lacks):
         probe.cache_clear()
     monkeypatch.delenv("MOE_OPS_SGLANG", raising=False)
     monkeypatch.setattr(installed, "find_spec", lambda name: name == "sglang")
     yield stand_ins.install(monkeypatch)
-    for probe in (peers.sglang.started, peers.sglang.missing):
+    for probe in (peers.sglang.started, installed.lacks):
         probe.cache_clear()
 
 
@@ -46,7 +44,7 @@ def triton(dispatch_output, quant_info, runner_config):
 def rows_of(monkeypatch, capsys, *options):
     arguments = ["inside_sglang.py", "--sizes=8,2,256,128", "--tokens=1,7", "--json", *options]
     monkeypatch.setattr(sys, "argv", arguments)
-    status = inside_sglang.inside.main(inside_sglang.SGLANG)
+    status = inside.main(inside_sglang.SGLANG)
     return status, json.loads(capsys.readouterr().out)["rows"]
 
 
@@ -54,7 +52,7 @@ def test_both_runners_are_timed(engine, monkeypatch, capsys):
     """On the same weights, with the versions of both and SGLang's tiles; hooks are not applied."""
     versions = {"sglang": "0.5.23", "sglang-kernel": "0.4"}
     made = [type("D", (), {"metadata": {"Name": k}, "version": v}) for k, v in versions.items()]
-    monkeypatch.setattr(inside_sglang.inside.metadata, "distributions", lambda: made)
+    monkeypatch.setattr(inside.metadata, "distributions", lambda: made)
     monkeypatch.setattr(stand_ins, "fused_experts_none_to_triton", triton)
     status, rows = rows_of(monkeypatch, capsys, "--scheme=bf16")
     assert status == 0 and [(row["M"], row["impl"]) for row in rows] == [
@@ -86,7 +84,7 @@ def test_every_scheme_inside_sglang(engine, scheme):
 def test_mxfp4_beside_dequantized_weights(engine, monkeypatch, capsys):
     """SGLang's kernels get bf16; both are held to the weights in MXFP4."""
     monkeypatch.setattr(stand_ins, "fused_experts_none_to_triton", triton)
-    status, rows = rows_of(monkeypatch, capsys, "--scheme=mxfp4_w4a16")
+    status, rows = rows_of(monkeypatch, capsys, "--schemes=mxfp4_w4a16")
     assert status == 0 and len(rows) == 4 and all(row["rel_err"] < 0.02 for row in rows)
 
 
@@ -95,7 +93,7 @@ def test_what_sglang_lacks(engine, monkeypatch, capsys):
                         "StandardCombineInput")  # fmt: skip
     monkeypatch.delitem(sys.modules, f"{stand_ins.RUNNERS}.triton_utils.fused_moe")
     monkeypatch.setattr(sys, "argv", ["inside_sglang.py", "--sizes=8,2,256,128", "--tokens=1"])
-    assert inside_sglang.inside.main(inside_sglang.SGLANG) == 1
+    assert inside.main(inside_sglang.SGLANG) == 1
     said = capsys.readouterr().err.splitlines()
     assert f"{IN_SGLANG} is left out, it needs {stand_ins.MOE}" in said[0]
     assert "StandardCombineInput as the plug-in knows it" in said[0]

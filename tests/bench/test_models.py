@@ -2,21 +2,20 @@
 
 import copy
 import json
-import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
+import models_report
 import pytest
+import report
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_ops.bench import harness
+
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 bench = import_module("bench_models")
-harness = import_module("moe_ops.bench.harness")
 whole = import_module("whole_models")
 
 CPU = torch.device("cpu")
@@ -333,14 +332,13 @@ def record_of(*changes):
 
 
 def test_report():
-    report = import_module("models_report")
-    assert "No whole model has been timed" in report.report([])
+    assert "No whole model has been timed" in models_report.report([])
     record = record_of(
         {}, {"impl": "hf-grouped_mm", "tokens_per_s": 40.0}, {"M": 64, "tokens_per_s": 1234.5},
         {"scheme": "fp8_block128", "tokens_per_s": 150.0, "peak_bytes": 2 * 10**9},
         {"layers": 1}, {"impl": "hf-batched_mm", "tokens_per_s": None, "skipped": "too | large"},
     )  # fmt: skip
-    text = report.report([record])
+    text = models_report.report([record])
     assert "## G\n" in text and "### G: tiny-qwen3\n" in text
     assert "### G: tiny-qwen3, 1 of 2 layers\n" in text
     table = (
@@ -362,7 +360,7 @@ def test_headline():
         {"scheme": "int8_w8a16"},
         {"impl": "hf-batched_mm", "M": 64, "tokens_per_s": None, "skipped": "too large"},
     )  # fmt: skip
-    table, told = import_module("report").models_headline([record]).split("\n\n")
+    table, told = report.models_headline([record]).split("\n\n")
     assert table.splitlines()[0] == "| model | weights | experts | decode 8 | prefill 4096 |"
     assert table.splitlines()[2:] == [
         "| tiny-qwen3 | `bf16` | moe_ops | 1,235 | 90,000 |",

@@ -3,21 +3,16 @@
 import json
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import bench_overheads as bench
 import pytest
+import report
 import torch
 
 import moe_ops
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-bench = import_module("bench_overheads")
-harness = import_module("moe_ops.bench.harness")
-problems = import_module("moe_ops.bench.problems")
-report = import_module("report")
+from moe_ops.bench import harness, problems
 
 WARM = ["--model", "tiny", "--tokens", "1,3", "--measures", "warm"]
 

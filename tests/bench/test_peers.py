@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import peers
 import pytest
 import torch
-from peers import PEERS, humming, installed, vllm
+from peers import PEERS, installed, vllm
 
 import moe_ops
 from moe_ops.bench import layer, problems
@@ -33,8 +33,7 @@ def error_of(out, experts, inputs):
 @pytest.fixture
 def modules(monkeypatch):
     """Puts stand-ins for modules into ``sys.modules``, and forgets what was found missing."""
-    probes = (peers.hub_kernel, vllm.missing, vllm.missing_deepgemm, humming.missing,
-              peers.triton_kernels_parts)  # fmt: skip
+    probes = (peers.hub_kernel, installed.lacks)
     for probe in probes:
         probe.cache_clear()
     monkeypatch.setattr(installed, "find_spec", lambda name: True)
@@ -95,16 +94,14 @@ def test_what_is_missing_is_said(monkeypatch, modules, capsys):
     assert missing == f"compiled operators of vllm: {', '.join(vllm.TRITON[1])}"
     assert PEERS["humming"].missing() == "ModuleNotFoundError: No module named 'humming'"
     modules("humming.forward")
-    humming.missing.cache_clear()
+    installed.lacks.cache_clear()
     assert PEERS["humming"].missing() == missing, "vLLM's operators run around its GEMMs"
     modules("vllm.utils.deep_gemm", is_deep_gemm_supported=lambda: False)
     monkeypatch.setattr(vllm, "missing", lambda *what: None)
     assert PEERS["vllm-deepgemm"].missing() == "a GPU and a build of vllm that have DeepGEMM"
     monkeypatch.undo()
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
-    humming.missing.cache_clear()
-    vllm.missing_deepgemm.cache_clear()
-    vllm.missing.cache_clear()
+    installed.lacks.cache_clear()
     peers.hub_kernel.cache_clear()
     assert PEERS["vllm-triton"].missing() == "the package vllm"
     assert PEERS["vllm-deepgemm"].missing() == "the package vllm"

@@ -1,14 +1,10 @@
 """Tables of layers beside their best peers, and the cells that a peer wins."""
 
-import sys
-from importlib import import_module
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-report = import_module("report")
-peers_report = import_module("peers_report")
-inside_report = import_module("inside_report")
+import inside_report
+import peers_report
+import report
+from inside_sglang import SGLANG
+from inside_vllm import VLLM
 
 
 def record_of(*rows):
@@ -58,14 +54,14 @@ def test_every_cell_beside_its_best_peer():
 
 def test_report_of_layers_inside_vllm():
     """Implementations by the names of their experts, and the versions of vLLM and Humming."""
-    assert inside_report.report([], inside_report.VLLM) == "No results yet."
+    assert inside_report.report([], VLLM) == "No results yet."
     rows = [
         {"scheme": "nvfp4_w4a16", "shape": "mixtral", "M": 8, "routing": "uniform", "impl": impl,
          "time_us": time, "floor_us": None, "config": {"vllm": "0.33.0", "humming-kernels": "0.1"}}
         for impl, time in (("moe_ops-in-vllm", 20.0), ("vllm-method-marlin", 40.0),
                            ("vllm-method-humming", 25.0))
     ]  # fmt: skip
-    text = inside_report.report([record_of(*rows)], inside_report.VLLM)
+    text = inside_report.report([record_of(*rows)], VLLM)
     assert "vLLM 0.33.0 and Humming 0.1 on " in text and "tuned" not in text
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert lines == [
@@ -87,10 +83,10 @@ def test_report_of_layers_inside_sglang():
             ("qwen3-30b", "sglang-triton", 30.0, {"tuned": False}),
         )
     ]  # fmt: skip
-    text = inside_report.report([record_of(*rows)], inside_report.SGLANG)
+    text = inside_report.report([record_of(*rows)], SGLANG)
     assert "inside SGLang's `MoeRunner`, uniform" in text
     assert "SGLang 0.5.23 and sglang-kernel 0.4 on " in text
     assert "\nSGLang ships tuned tiles for this GPU for mixtral in bf16.\n" in text
     assert "| mixtral | moe_ops | **20.0** |\n|  | SGLang's Triton | 40.0 (0.50) |" in text
-    text = inside_report.report([record_of(rows[2])], inside_report.SGLANG)
+    text = inside_report.report([record_of(rows[2])], SGLANG)
     assert "for none of these layers." in text

@@ -3,7 +3,6 @@
 import re
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch
 import moe_ops
 
 pytest.importorskip("transformers")
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 quality = import_module("quality")
 quality_report = import_module("quality_report")
 NAMES = ("unquantized", "int8_w8a16", "fp8_block128", "int4_w4a16_g32", "int4_w4a16_channel")

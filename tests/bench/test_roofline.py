@@ -1,7 +1,6 @@
 """The roofline: its points and ceilings against arithmetic by hand, and against the floors."""
 
 import json
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -9,11 +8,10 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops.bench import problems
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-problems = import_module("moe_ops.bench.problems")
 roofline = import_module("roofline")
 
 RECORDS = sorted((ROOT / "benchmarks/results").glob("*/layer.json"))

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 import pytest
+import served_report as report
 import torch
 from continuations import Written, compare
 from table_items import every_row
@@ -16,7 +17,6 @@ pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 models = import_module("served_models")
 served = import_module("served_vllm")
-report = import_module("served_report")
 
 HIDDEN, INNER, EXPERTS = 256, 128, 8
 SMALL = {
@@ -231,6 +231,15 @@ def test_ranks_have_sequences_of_their_own(stand_in):
     for wrong in (("--parallel", "data"), ("--adapters", "-1")):
         with pytest.raises(SystemExit):
             served.options(wrong)
+
+
+def test_ranks_that_fail_answer_the_next_question(stand_in):
+    data = ("--gpus", "2", "--parallel", "data", "--impls", "vllm")
+    status, rows = record(stand_in, "--cases", "mixtral-8x7b:bf16,qwen3-30b-a3b:bf16", *data)
+    assert status == 1
+    assert [(row["model"], row["phase"]) for row in rows] == [
+        ("qwen3-30b-a3b", "decode"), ("qwen3-30b-a3b", "prefill"),
+    ]  # fmt: skip
 
 
 def test_engines_that_fail(stand_in, capfd):

@@ -1,11 +1,6 @@
 """The record of tuned tiles as a table."""
 
-import sys
-from importlib import import_module
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-tuning_report = import_module("tuning_report")
+import tuning_report
 
 
 def test_the_record_as_a_table():

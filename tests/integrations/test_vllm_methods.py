@@ -10,6 +10,7 @@ import inspect
 import pytest
 import torch
 from peers import vllm, vllm_methods
+from peers.installed import named
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_formats import awq, bits_of, columns_first, rows_first
 
@@ -54,12 +55,6 @@ def engine(tmp_path_factory):
         yield
     distributed.destroy_model_parallel()
     distributed.destroy_distributed_environment()
-
-
-def named(path):
-    """A class or a constant of one of vLLM's modules for methods."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def quantization_args(scheme, **more):
@@ -261,7 +256,7 @@ def test_method(monkeypatch, case, packs):
     method.process_weights_after_loading(layer)
     served = method.moe_kernel.impl.fused_experts
     assert served.experts.quant_config.scheme.key == get_scheme(scheme).key
-    call = vllm_methods.call_of(method, layer, inputs)
+    call = vllm.call_of(method.moe_kernel, config, layer, inputs)
     assert is_packed(layer.w13_weight) == is_packed(layer.w2_weight) == packs
     with Launches() as launches:
         actual = call()
