@@ -40,14 +40,7 @@ from peers.trained import (
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import (
-    conclude,
-    named_choice,
-    one_or_more,
-    parser,
-    print_row,
-    progress,
-)
+from moe_ops.bench.command import conclude, named_choice, one_or_more, parser, print_row, progress
 from moe_ops.bench.harness import (
     KEY,
     Row,

@@ -26,14 +26,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import (
-    checked,
-    count,
-    named_choice,
-    one_or_more,
-    parser,
-    print_row,
-)
+from moe_ops.bench.command import checked, count, named_choice, one_or_more, parser, print_row
 from moe_ops.bench.harness import record_path, relative_error, write_rows
 from moe_ops.bench.problems import SEED, Experts, Problem, make_experts, make_inputs
 from moe_ops.bench.ranks import ONE_GPU, slowest

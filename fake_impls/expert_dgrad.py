@@ -30,6 +30,6 @@ def expert_dgrad(
     k = quant.numbers_per_entry(w.dtype) * width
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     turned = a.new_empty(()).expand(experts, k, n)
-    slots = sizes.expert_gemm(a, turned, (1, 1), None, tiles, rule, top_k)
+    slots = sizes.gemm_slots(a, turned, (1, 1), None, tiles, rule, top_k)
     sizes.weight_parts(scheme, (experts, n, k), w, w_scale, w_global_scale, w_zero_point)
     return a.new_empty((slots, k))

@@ -145,7 +145,7 @@ def num_slots(
         raise NotImplementedError("tiles[1] must be topk_ids for experts in host memory, got None")
     quant, each = parsed.activation, parsed.numbers_per_entry(w.dtype)
     each_row = 1 if quant is None else quant.element.values_per_byte
-    slots = sizes.expert_gemm(a, w, (each_row, each), bias, tiles, rule, top_k)
+    slots = sizes.gemm_slots(a, w, (each_row, each), bias, tiles, rule, top_k)
     experts, n, width = w.shape
     one = w if host is None else w.narrow(0, 0, 1)  # one expert lies for all
     sizes.weight_parts(scheme, (experts, n, each * width), one, w_scale, global_scale, zero_point)

@@ -107,7 +107,7 @@ def block_size(rows: int) -> None:
         raise ValueError(f"block_size must be a power of two, got {rows}")
 
 
-def expert_gemm(
+def gemm_slots(
     a: Tensor,
     w: Tensor,
     numbers: tuple[int, int],

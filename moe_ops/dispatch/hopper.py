@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.tiles import (
-    TALL_ROW_TILE,
-    Gemm,
-    TileConfig,
-    cdiv,
-    padded_slots,
-)
+from moe_ops.dispatch.tiles import TALL_ROW_TILE, Gemm, TileConfig, cdiv, padded_slots
 from moe_ops.scheme import Scheme
 from moe_ops.tensors import TensorSpec
 

@@ -27,13 +27,7 @@ from moe_ops.kernels._gemm.tile import COUNTED, add_dot, columns_of, planned_til
 from moe_ops.kernels._hopper.weight_gradient import STEP_ROWS, WeightGradientConstants
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import (
-    HEADER,
-    dense,
-    local_experts,
-    map_size,
-    next_power_of_2,
-)
+from moe_ops.kernels._runtime.slots import HEADER, dense, local_experts, map_size, next_power_of_2
 from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles, TensorSpec
 

@@ -23,12 +23,7 @@ from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import FP8, PLAIN
 from moe_ops.loading.declared import layout_of
 from moe_ops.loading.given import GivenScales
-from moe_ops.loading.names import (
-    LAYOUTS,
-    CheckpointLayout,
-    parent_of,
-    prefixes_of,
-)
+from moe_ops.loading.names import LAYOUTS, CheckpointLayout, parent_of, prefixes_of
 from moe_ops.loading.patterns import ExpertNames
 from moe_ops.loading.sources import Opened, Source, open_source
 

@@ -16,12 +16,7 @@ from moe_ops.layer.state import PLAIN
 from moe_ops.layer.state_dict import STATE, parse_stored_as
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
-from moe_ops.loading.derived import (
-    channel_scales,
-    has_plain_scales,
-    kinds_of,
-    quantized_projections,
-)
+from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized_parts
 from moe_ops.loading.names import SUFFIX, CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import shared_part, split_gate_and_up
@@ -336,7 +331,7 @@ class Placing:
             shard: shared_part(part, "weight", shard, share, width, None).to(sizes.dtype)
             for shard, part in self._shards(x, piece, form)
         }
-        for shard, kind, suffix, part in quantized_projections(whole, scheme, sizes.interleaved):
+        for shard, kind, suffix, part in quantized_parts(whole, scheme, sizes.interleaved):
             spec = self._spec(piece._replace(kind=kind))
             if spec is not None:
                 form = self.stage.form(spec, shard, self.layout)

@@ -16,7 +16,7 @@ FLOATS = (*checks.FLOATS, torch.float64)
 """Dtypes of weights and scales that are not quantized."""
 
 
-def quantized_projections(
+def quantized_parts(
     projections: dict[str, Tensor], scheme: Scheme, interleaved: bool
 ) -> Iterator[tuple[str, str, str, Tensor]]:
     """Quantize plain projections ``(N, K)`` of one expert, into the tensors of a checkpoint.

@@ -20,12 +20,7 @@ from moe_ops.dispatch.operands import layer_operands, sums_one_token
 from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import routed_among, row_tile_rule
 from moe_ops.dispatch.tiles import direct_slots
-from moe_ops.pipeline.row_spaces import (
-    BatchedRows,
-    SlotRows,
-    always,
-    sure,
-)
+from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, sure
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, get_scheme, is_packed
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 

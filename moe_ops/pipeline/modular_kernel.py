@@ -31,9 +31,7 @@ from moe_ops.pipeline.kernel_checks import (
     lacks_gradients,
 )
 from moe_ops.pipeline.lora import ExpertLora
-from moe_ops.pipeline.prepare_finalize import (
-    FusedMoEPrepareAndFinalize,
-)
+from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
 from moe_ops.tensors import Routing
 
 OWN = OperatorExperts.apply

@@ -19,12 +19,7 @@ from moe_ops.scheme.rounding import (
     signed_scale,
     stored_values,
 )
-from moe_ops.scheme.values import (
-    FLOAT4_E2M1_MAX,
-    FLOAT8_E4M3_MAX,
-    WHOLE,
-    Quant,
-)
+from moe_ops.scheme.values import FLOAT4_E2M1_MAX, FLOAT8_E4M3_MAX, WHOLE, Quant
 from moe_ops.tensors import QTensor, TensorSpec
 
 

@@ -12,13 +12,7 @@ from moe_ops.reference import activation as activations
 from moe_ops.reference import weight_and_reduce
 from moe_ops.reference.quantize import quantize_rows
 from moe_ops.reference.slots import local_experts
-from moe_ops.scheme import (
-    FusedMoEQuantConfig,
-    Quant,
-    as_scheme,
-    dequantize_rows,
-    dequantize_weight,
-)
+from moe_ops.scheme import FusedMoEQuantConfig, Quant, as_scheme, dequantize_rows, dequantize_weight
 from moe_ops.testing.problems import Inputs, Problem
 
 

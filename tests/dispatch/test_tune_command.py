@@ -8,16 +8,7 @@ import torch
 from command_line import exit_code
 from conftest import HAS_CUDA, INTERPRETED
 from plans import row_tile
-from tune_trials import (
-    A100,
-    H200,
-    PACKED_SCHEMES,
-    SCHEMES,
-    Clock,
-    kernel_of,
-    plain_trial,
-    subject,
-)
+from tune_trials import A100, H200, PACKED_SCHEMES, SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import cli
 from moe_ops.dispatch.hopper import FETCH

@@ -13,12 +13,7 @@ from moe_ops.dispatch.families.dequantized import FEW_GROUPS
 from moe_ops.dispatch.families.many_rows import GATHERED_GROUPS
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.hopper_decode import (
-    DECODE_FEW,
-    DECODE_MANY,
-    DECODE_SUM,
-    most_decode_stages,
-)
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SUM, most_decode_stages
 from moe_ops.dispatch.plan import DEFAULT
 from moe_ops.dispatch.tiles import TileConfig
 from moe_ops.dispatch.tuned_file import file_name, parse_tuned_layer

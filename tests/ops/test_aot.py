@@ -11,12 +11,7 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import (
-    ARCHITECTURES,
-    check_resources,
-    launch_gemms,
-    slot_plan,
-)  # noqa: E402
+from aot_launches import ARCHITECTURES, check_resources, launch_gemms, slot_plan  # noqa: E402
 from plans import row_tile  # noqa: E402
 from stage_launches import QUANTS, WAYS, launch_quantization, launch_stages, ways_of  # noqa: E402
 

@@ -18,17 +18,10 @@ from pairwise import half_exhaustive  # noqa: E402
 from products import plain_product  # noqa: E402
 from table_items import every_row  # noqa: E402
 
-from moe_ops.dispatch import GemmProblem  # noqa: E402
+from moe_ops.dispatch import GemmProblem, hopper  # noqa: E402
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.many_rows import GATHERED  # noqa: E402
-from moe_ops.dispatch.hopper import (  # noqa: E402
-    FETCH,
-    FETCHED_ROWS,
-    PACKED,
-    HopperTiles,
-    most_stages,
-    tile_widths,
-)
+from moe_ops.dispatch.hopper import FETCH, FETCHED_ROWS, PACKED, HopperTiles, most_stages
 from moe_ops.dispatch.row_tiles import HOPPER, INVARIANT
 from moe_ops.dispatch.tiles import Gemm, row_tile
 from moe_ops.kernels import expert_product
@@ -241,7 +234,7 @@ EVERY_TILE = [
     for i, scheme in enumerate(SCHEMES)
     for j, tile in enumerate(PACKED_TILES)
     for on_demand in (False, True)
-    if tile[1] in tile_widths(PACKED, tile[0], 2 if scheme == "unquantized" else 1)
+    if tile[1] in hopper.tile_widths(PACKED, tile[0], 2 if scheme == "unquantized" else 1)
 ]  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def test_windows_with_a_router_tie_are_not_compared():
 def test_without_a_gpu_it_says_first_that_no_kernel_runs(monkeypatch, capsys):
     model = SimpleNamespace(num_parameters=lambda: 1)
     made = {
-        "load": model, "find_router_ties": [False], "measure": result(),
+        "load": model, "find_router_ties": [False], "measure_model": result(),
         "quality_lines": [["experts in"]],
     }  # fmt: skip
     for name, value in made.items():

@@ -9,12 +9,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.integrations._engines import (
-    block_name,
-    say_once,
-    say_that_it_serves,
-    weight_scales,
-)
+from moe_ops.integrations._engines import block_name, say_once, say_that_it_serves, weight_scales
 from moe_ops.integrations.sglang._lora import call_adapters
 from moe_ops.pipeline.experts.supports import capability_of
 from moe_ops.pipeline.forward import Pass, forward

@@ -18,13 +18,7 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tile_plan import split_tiles
-from moe_ops.dispatch.tiles import (
-    TileConfig,
-    cuts_up,
-    max_programs,
-    own_plan,
-    with_own_plan,
-)
+from moe_ops.dispatch.tiles import TileConfig, cuts_up, max_programs, own_plan, with_own_plan
 from moe_ops.kernels._gemm.epilogue import activate, add_bias, multiply_by, store_tile
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (

@@ -19,12 +19,7 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tiles import TileConfig, max_programs
-from moe_ops.kernels._gemm.dequantize import (
-    Format,
-    dequantize,
-    load_groups,
-    scale_value,
-)
+from moe_ops.kernels._gemm.dequantize import Format, dequantize, load_groups, scale_value
 from moe_ops.kernels._gemm.epilogue import activate, add_bias, multiply_by, store_tile
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (

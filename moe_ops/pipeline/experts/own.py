@@ -17,13 +17,7 @@ from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.pipeline.forward import Pass, forward
-from moe_ops.pipeline.gathering import (
-    Settings,
-    by_permutation,
-    by_slot,
-    counts_of,
-    rows_by_expert,
-)
+from moe_ops.pipeline.gathering import Settings, by_permutation, by_slot, counts_of, rows_by_expert
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.weight_and_reduce import (
