@@ -303,4 +303,4 @@ def test_what_is_not_served_falls_back(engine, log, scheme, target, values, reas
 def test_schemes_have_names(engine):
     for name in FLAGS:
         _, info, _ = problem(name)
-        assert engine.experts.scheme_of(info).key == get_scheme(name).key
+        assert engine.experts.runner_scheme(info).key == get_scheme(name).key

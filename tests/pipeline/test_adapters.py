@@ -175,7 +175,8 @@ def test_what_is_refused(device):
     many = torch.zeros(1, 1, R, I, device=device).expand(4097, -1, -1, -1)
     with pytest.raises(ValueError, match="second's L . El must be"):
         Adapters((), good.second._replace(a=many, b=many.mT)).check(1, 2 * I, H, I)
-    for kind, name in ((GroupedGemmExperts, "by_permutation"), (BatchedTritonExperts, "by_expert")):
+    others = ((GroupedGemmExperts, "by_permutation"), (BatchedTritonExperts, "rows_by_expert"))
+    for kind, name in others:
         other = setup(Problem(4, E, 2, H, I, torch.float32), kind, device)
         with pytest.raises(NotImplementedError, match=f"rows in slot order, got {name}"):
             run(other, good)
