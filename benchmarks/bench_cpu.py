@@ -164,7 +164,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=checked(count), default=30, help=f"rounds at least {text}")
     add(
         "--seconds",
-        type=checked(lambda value: command.positive_number(value, zero=True)),
+        type=checked(lambda value: command.finite_number(value, zero=True)),
         default=8.0,
         help=f"time of the rounds of a case {text}",
     )

@@ -27,8 +27,8 @@ from moe_ops.bench.command import (
     checked,
     count,
     device_help,
+    finite_number,
     gpu_named,
-    positive_number,
     progress,
     read_scheme,
 )
@@ -145,7 +145,7 @@ def _explain_parser() -> argparse.ArgumentParser:
     add("--backend", choices=backends, default=backends[0], help=backend_help)
     add("--link", choices=LINKS, default="nvlink4", help="what joins them (default: %(default)s)")
     rate_help = "gigabytes per second that leave a rank, in place of the link's"
-    add("--link-gbps", type=checked(positive_number), metavar="GB/S", help=rate_help)
+    add("--link-gbps", type=checked(finite_number), metavar="GB/S", help=rate_help)
     resident_help = (
         "experts on the GPU if all are in host memory: a number, a share, or 2.5GB for one layer"
     )
@@ -153,7 +153,7 @@ def _explain_parser() -> argparse.ArgumentParser:
     host_help = "gigabytes per second from host memory (default: %(default)s)"
     add(
         "--host-gbps",
-        type=checked(positive_number),
+        type=checked(finite_number),
         default=HOST_GBPS,
         metavar="GB/S",
         help=host_help,

@@ -147,7 +147,7 @@ def parser(
 
 def add_time_budget(parser: argparse.ArgumentParser, text: str) -> None:
     """Add ``--time-budget-s``, in seconds; the default is no limit."""
-    read = checked(partial(positive_number, zero=True))
+    read = checked(partial(finite_number, zero=True))
     parser.add_argument("--time-budget-s", type=read, default=math.inf, metavar="S", help=text)
 
 
@@ -265,8 +265,8 @@ def count(text: str) -> int:
     return int(text)
 
 
-def positive_number(text: str, *, zero: bool = False) -> float:
-    """A finite positive number, or with ``zero`` also 0."""
+def finite_number(text: str, *, zero: bool = False) -> float:
+    """A finite number above 0, or with ``zero`` of at least 0."""
     try:
         value = float(text)
     except ValueError:

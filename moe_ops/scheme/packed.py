@@ -303,14 +303,14 @@ class _Moves:
 
 
 def _rearranged(quant: Quant) -> _Rearranged:
-    """How bits move in words of a quantization."""
-    of_four = _Rearranged(_split_bytes, _join_bytes)
+    """How bits move in words of a quantization, whose elements have 4 or 8 stored bits."""
     if bits_spread(quant):
-        of_four = _Rearranged(
+        return _Rearranged(
             lambda words: _spread_bits(_split_bytes(words)),
             lambda words: _join_bytes(_joined_bits(words)),
         )
-    return {4: of_four, 8: _Rearranged(None, None)}[quant.element.stored_bits]
+    whole = {4: _Rearranged(_split_bytes, _join_bytes), 8: _Rearranged(None, None)}
+    return whole[quant.element.stored_bits]
 
 
 def _split_bytes(words: Tensor) -> Tensor:

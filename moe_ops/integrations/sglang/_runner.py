@@ -30,7 +30,10 @@ PLACE = ("none", "triton")
 
 
 def install() -> bool:
-    """Hook SGLang's choice of a fused function, and register the runner core; False: it was so."""
+    """Hook SGLang's choice of a fused function, and register the runner core.
+
+    Returns whether this call did it, and no earlier one.
+    """
     is_new = NAME not in _CUSTOM_RUNNER_CORE_FACTORIES
     if is_new:
         register_moe_runner_core(NAME, MoeOpsRunnerCore)
