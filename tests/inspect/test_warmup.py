@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from compilations import compiled_kernels
 from conftest import INTERPRETED
 from graphs import E, H, I, K, batch, layer_of
 from planning import problem_of_layer
@@ -25,30 +26,19 @@ from moe_ops.pipeline import gemms
 from moe_ops.testing import Problem, make_inputs
 
 
-def compiled():
-    """What was compiled so far."""
-    from moe_ops.kernels._hopper.gathered import hopper_gemm_kernel
-    from moe_ops.kernels._hopper.stream import hopper_stream_kernel
-    from moe_ops.kernels._runtime.launch import COMPILED
-
-    kernels = hopper_stream_kernel, hopper_gemm_kernel
-    caches = [made for kernel in kernels for made, *_ in kernel.device_caches.values()]
-    return set(COMPILED).union(*caches)
-
-
 @pytest.mark.gpu
 def test_warmup_leaves_nothing_to_compile():
     """No launch of any token count up to 1500 goes through Triton's compiler again."""
     layer, inputs = layer_of(torch.float16)
     ran = moe_ops.warmup(inputs.w1, inputs.w2, K, 1500, router_logits_dtype=torch.float32)
     assert len(ran) < 18
-    known = compiled()
+    known = compiled_kernels()
     for tokens in (0, *range(1, 1501, 7), 1500):
         layer(*batch(tokens, dtype=torch.float16))
-    assert compiled() == known
+    assert compiled_kernels() == known
     module = moe_ops.FusedMoE(E, K, H, I, params_dtype=torch.float16, device="cuda")
     module.warmup(1500, torch.float32)
-    assert compiled() == known
+    assert compiled_kernels() == known
 
 
 @pytest.mark.gpu
@@ -60,11 +50,11 @@ def test_warmup_of_a_quantized_layer(scheme):
         32, K, 256, 384, params_dtype=torch.bfloat16, scheme=scheme, device="cuda"
     )
     layer.warmup(900)
-    known = compiled()
+    known = compiled_kernels()
     for tokens in (0, *range(1, 901, 13), 900):
         x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
         layer(x, torch.randn(tokens, 32, device="cuda", dtype=torch.bfloat16))
-    assert compiled() == known
+    assert compiled_kernels() == known
 
 
 HOPPER_FILE = {

@@ -1,4 +1,4 @@
-"""A counter of compilations."""
+"""Counters of compilations."""
 
 from torch._dynamo.backends.registry import lookup_backend
 
@@ -17,3 +17,14 @@ class Compilations:
         compiled = self.compile(graph, inputs)
         self.count += 1
         return compiled
+
+
+def compiled_kernels():
+    """The kernels of Triton and Gluon that were compiled so far."""
+    from moe_ops.kernels._hopper.gathered import hopper_gemm_kernel
+    from moe_ops.kernels._hopper.stream import hopper_stream_kernel
+    from moe_ops.kernels._runtime.launch import COMPILED
+
+    kernels = hopper_stream_kernel, hopper_gemm_kernel
+    caches = [made for kernel in kernels for made, *_ in kernel.device_caches.values()]
+    return set(COMPILED).union(*caches)

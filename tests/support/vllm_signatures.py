@@ -33,7 +33,10 @@ CLASSES = {
     "vllm.model_executor.layers.quantization.utils.quant_utils": ("QuantKey", "ScaleDesc"),
 }
 """Classes whose fields, properties and members are recorded."""
-FUNCTIONS = ("vllm.model_executor.utils.replace_parameter",)
+FUNCTIONS = (
+    "vllm.model_executor.utils.replace_parameter",
+    "vllm.model_executor.warmup.kernel_warmup.kernel_warmup",
+)
 """Functions that are recorded beside those of the plug-in's tables."""
 ELSEWHERE = {"vllm.platforms.current_platform": "vllm.platforms.interface.Platform"}
 """Names that vLLM makes when they are asked for, and the class of what they are."""

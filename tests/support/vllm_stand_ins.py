@@ -67,6 +67,7 @@ class FusedMoEParallelConfig:
     use_passthrough_all2all: bool = False
     enable_eplb: bool = False
     tp_size: int = 1
+    dp_size: int = 1
 
 
 @dataclass
@@ -182,13 +183,7 @@ class FusedMoEExperts(ABC):
     def _supports_parallel_config(moe_parallel_config):
         raise NotImplementedError
 
-    @staticmethod
-    def _supports_batch_invariance():
-        return False
-
-    @staticmethod
-    def supports_lora():
-        return False
+    _supports_batch_invariance = supports_lora = staticmethod(lambda: False)
 
 
 class FusedMoEExpertsModular(FusedMoEExperts):
@@ -291,7 +286,7 @@ def recorded_signature(name):
 
 
 def stand_in(name, result):
-    """A function of an oracle: it calls ``result`` with the arguments by their names."""
+    """A function of vLLM: it calls ``result`` with the arguments by their names."""
     signature = recorded_signature(name)
 
     def function(*args, **kwargs):
@@ -398,6 +393,8 @@ def modules():
             c.__name__: c for c in (TopKWeightAndReduceNoOP, TopKWeightAndReduceDelegate)
         },
     }  # fmt: skip
+    warm = "vllm.model_executor.warmup.kernel_warmup"
+    contents[warm] = {"kernel_warmup": stand_in(f"{warm}.kernel_warmup", lambda given: given)}
     contents |= lora.MODULES
     made = {ENVS.__name__: ENVS, CONFIG.__name__: CONFIG}
     made |= {(module := oracle(name)).__name__: module for name in BACKENDS}
@@ -427,7 +424,7 @@ def install(monkeypatch, package="moe_ops.integrations.vllm"):
     """Import the plug-in's modules anew, on stand-ins; returns a namespace of both."""
     made = modules()
     parts = ("_interface", "_place", "_requests", "_schemes", "_lora", "_experts", "_weights",
-             "_choice", "_kernels", "_methods", "_factories", "_oracles")  # fmt: skip
+             "_choice", "_kernels", "_methods", "_factories", "_warmup", "_oracles")  # fmt: skip
     ours = {part: f"{package}.{part}" for part in parts}
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)

@@ -16,6 +16,7 @@ import vllm.envs as envs
 from moe_ops.integrations.vllm._experts import BatchedMoeOpsExperts, MoeOpsExperts
 from moe_ops.integrations.vllm._factories import changes, everywhere
 from moe_ops.integrations.vllm._interface import ORACLES
+from moe_ops.integrations.vllm._warmup import warm_up_changes
 from moe_ops.version import __version__
 
 UNQUANTIZED = f"{ORACLES}.unquantized"
@@ -34,7 +35,7 @@ def install() -> None:
 
     Nothing is changed if this raises.
     """
-    wanted = [*changes()]
+    wanted = [*changes(), *warm_up_changes()]
     for name, backends in PLACES.items():
         function = import_module(f"{ORACLES}.{name}").backend_to_kernel_cls
         wanted += everywhere(function, _ours_first(backends))

@@ -1,0 +1,124 @@
+"""Compiles the experts' kernels when vLLM compiles its own, so that no request waits for them.
+
+vLLM runs a model once with the most tokens and captures graphs of few. Between these lie numbers
+of tokens for which other kernels run. They are compiled here: after vLLM's own warm-up, and before
+its graphs are captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.inspect.warmup import Variants, run_variants
+from moe_ops.integrations._engines import attribute_of, or_say, say_once
+from moe_ops.integrations.vllm._experts import ENGINE, MoeOpsExperts
+from moe_ops.integrations.vllm._factories import Change, everywhere
+
+MODULE, NAME = "vllm.model_executor.warmup.kernel_warmup", "kernel_warmup"
+LATE = "requests compile the kernels of experts that they are the first to need"
+
+
+def warm_up_changes() -> Iterator[Change]:
+    """Yield what to set in vLLM's modules; a vLLM without this warm-up is one log line."""
+    function = attribute_of(MODULE, NAME)
+    if function is None:
+        say_once(ENGINE, f"{LATE}: vLLM has no {MODULE}.{NAME}")
+        return
+    yield from everywhere(function, _and_ours)
+
+
+def _and_ours(function: Callable) -> Callable:
+    """Wrap vLLM's warm-up; what fails of ours is a line of its log, and the server starts."""
+
+    def warm(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(worker, *args, **kwargs)
+        most = worker.scheduler_config.max_num_batched_tokens
+        or_say(ENGINE, LATE, lambda: warm_up(worker.get_model(), most))
+        return result
+
+    return warm
+
+
+def warm_up(model: nn.Module, num_tokens: int) -> None:
+    """Run one layer of each kind with every kernel that 1 to ``num_tokens`` tokens need.
+
+    Left out are rows that vLLM quantizes before it sends them to other ranks, the Batched format,
+    and adapters: vLLM runs their kernels itself, for the numbers of tokens of its graphs.
+    """
+    warmed = set()
+    for layer, experts in _layers(model):
+        variants = _variants(layer, experts)
+        weights = tuple((w.shape, w.dtype) for w in (variants.w1, variants.w2))
+        kind = (*weights, variants.top_k, variants.scheme, variants.activation)
+        if kind in warmed:
+            continue
+        warmed.add(kind)
+        parallel = experts.moe_config.moe_parallel_config
+        ranks = parallel.dp_size if parallel.use_all2all_kernels else 1
+        run_variants(_run_of(experts, variants), num_tokens * ranks, variants)
+    if warmed:
+        say_once(ENGINE, f"compiled the experts' kernels for up to {num_tokens} tokens")
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, MoeOpsExperts]]:
+    """The layers of a model whose experts are warmed up, with these experts."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, MoeOpsExperts) and not _gets_rows_of_vllm(experts):
+            yield layer, experts
+
+
+def _gets_rows_of_vllm(experts: MoeOpsExperts) -> bool:
+    """Whether rows come in another dtype than tokens: vLLM quantized them and sent them here."""
+    return not experts.expects_unquantized_inputs and experts.quant_config.quant_dtype is not None
+
+
+def _variants(layer: nn.Module, experts: MoeOpsExperts) -> Variants:
+    config = experts.moe_config
+    return Variants(
+        _loaded_weight(layer, "w13_weight"),
+        _loaded_weight(layer, "w2_weight"),
+        config.experts_per_token,
+        experts.experts.quant_config.scheme,
+        config.in_dtype,
+        experts.library_activation.key,
+        experts.experts.moe_config.batch_invariant,
+        getattr(layer, "expert_map", None),
+    )
+
+
+def _loaded_weight(layer: nn.Module, name: str) -> Tensor:
+    """A weight, which compressed-tensors' method calls packed."""
+    return getattr(layer, name) if hasattr(layer, name) else getattr(layer, f"{name}_packed")
+
+
+def _run_of(experts: MoeOpsExperts, variants: Variants) -> Callable[[int], None]:
+    """A call of a layer's experts on random tokens, by their number."""
+    config, w1 = experts.moe_config, variants.w1
+
+    def run(tokens: int) -> None:
+        shape, chosen = (tokens, config.hidden_dim), (tokens, variants.top_k)
+        x = torch.randn(shape, device=w1.device, dtype=variants.dtype)
+        scores = torch.rand(tokens, config.num_experts, device=w1.device)
+        ids = scores.topk(variants.top_k).indices.int()
+        experts.experts.apply(
+            x,
+            w1,
+            variants.w2,
+            torch.rand(chosen, device=w1.device),
+            ids,
+            experts.library_activation,
+            config.num_experts,
+            variants.expert_map,
+            None,
+            None,
+            False,
+            out=torch.empty_like(x),
+        )
+
+    return run

@@ -1,0 +1,146 @@
+"""The plug-in compiles the experts' kernels when vLLM compiles its own, on stand-ins of vLLM."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm_stand_ins as vllm
+from compilations import compiled_kernels
+from torch import nn
+from vllm_layers import AG, BATCH, layer, of_engine, problem, served
+
+from moe_ops.integrations import _engines
+from moe_ops.integrations.vllm import register
+
+MODULE = "vllm.model_executor.warmup.kernel_warmup"
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    _engines.say_once.cache_clear()
+    monkeypatch.delenv("MOE_OPS_VLLM", raising=False)
+    return vllm.install(monkeypatch)
+
+
+def module_around(experts, w1, w2, packed=""):
+    """A layer of vLLM's model with these experts."""
+    module = nn.Module()
+    module.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
+    module.register_buffer(f"w13_weight{packed}", w1)
+    module.register_buffer(f"w2_weight{packed}", w2)
+    return module
+
+
+def module_of(engine, name, packed="", experts=None, **config):
+    """A layer of vLLM's model with the experts of a scheme."""
+    _, _, _, q1, q2, biases = problem(name)
+    kind = experts or engine.experts.MoeOpsExperts
+    sizes = {"max_num_tokens": 3, "num_dispatchers": 2} if experts else {}
+    made = kind(layer(**config), of_engine(name, q1, q2, biases), **sizes)
+    return module_around(made, q1.data, q2.data, packed)
+
+
+@pytest.fixture
+def runs(engine, monkeypatch):
+    """Schemes and token counts that ran: two variants, of one token and of more."""
+    ran = []
+
+    def run_variants(run, num_tokens, variants):
+        for tokens in (1, num_tokens):
+            run(tokens)
+            ran.append((variants.scheme.name, tokens))
+
+    monkeypatch.setattr(engine.warmup, "run_variants", run_variants)
+    return ran
+
+
+def worker_of(*layers, tokens=7):
+    """A worker of vLLM whose model has some layers."""
+    model = nn.ModuleList(layers)
+    sizes = SimpleNamespace(max_num_batched_tokens=tokens)
+    return SimpleNamespace(get_model=lambda: model, scheduler_config=sizes)
+
+
+def test_each_kind_of_layer_runs_once(runs, engine):
+    """After vLLM's own warm-up, whose arguments stay."""
+    register()
+    layers = [module_of(engine, name) for name in ("unquantized", "fp8_channel", "unquantized")]
+    worker = worker_of(nn.Linear(2, 2), *layers)
+    assert sys.modules[MODULE].kernel_warmup(worker, process_local_only=True) == {
+        "worker": worker,
+        "process_local_only": True,
+    }
+    unquantized, fp8 = (module.quant_method.moe_kernel.fused_experts for module in layers[:2])
+    names = [x.experts.quant_config.scheme.name for x in (unquantized, fp8)]
+    assert runs == [(name, tokens) for name in names for tokens in (1, 7)]
+
+
+def test_weights_that_are_called_packed(runs, engine):
+    engine.warmup.warm_up(worker_of(module_of(engine, "unquantized", "_packed")).get_model(), 5)
+    assert [tokens for _, tokens in runs] == [1, 5]
+
+
+def test_tokens_of_all_ranks_arrive(runs, engine):
+    parallel = vllm.FusedMoEParallelConfig(True, True, dp_size=3)
+    module = module_of(engine, "unquantized", moe_parallel_config=parallel)
+    engine.warmup.warm_up(module, 5)
+    assert [tokens for _, tokens in runs] == [1, 15]
+
+
+def test_what_vllm_hands_over_otherwise_is_left_out(runs, engine):
+    """Rows that come quantized, and the Batched format: kernels of other operands run there."""
+    quantized = module_of(engine, "fp8_channel", moe_parallel_config=AG)
+    batched = module_of(
+        engine,
+        "unquantized",
+        experts=engine.experts.BatchedMoeOpsExperts,
+        moe_parallel_config=BATCH,
+    )
+    engine.warmup.warm_up(nn.ModuleList([quantized, batched]), 5)
+    assert not runs
+
+
+@pytest.mark.gpu
+def test_no_request_compiles(engine):
+    """Every number of tokens finds its kernels after the warm-up."""
+    made = engine.experts.MoeOpsExperts(layer(in_dtype=torch.bfloat16), vllm.FusedMoEQuantConfig())
+    _, _, _, *weights, _ = problem("unquantized")
+    w1, w2 = (w.data.to("cuda", torch.bfloat16) for w in weights)
+    engine.warmup.warm_up(module_around(made, w1, w2), 300)
+    known = compiled_kernels()
+    for tokens in (*range(1, 300, 7), 300):
+        x, topk_weights, ids, *_ = problem("unquantized", tokens=tokens)
+        x = x.to(w1)
+        output = torch.empty_like(x)
+        served(made, x, w1, w2, topk_weights.cuda(), ids.cuda(), output=output)
+    assert compiled_kernels() == known
+
+
+def test_a_failure_is_one_line(engine, caplog, monkeypatch):
+    """The server starts, and its log says what follows."""
+    register()
+
+    def fails(*arguments):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(engine.warmup, "run_variants", fails)
+    with caplog.at_level("INFO", "vllm"):
+        sys.modules[MODULE].kernel_warmup(worker_of(module_of(engine, "unquantized")))
+    assert caplog.messages[-1] == (
+        "moe_ops: requests compile the kernels of experts that they are the first to need: "
+        "OutOfMemoryError: no memory"
+    )
+
+
+def test_a_vllm_without_a_warm_up(engine, caplog, monkeypatch):
+    """One line, and the experts run."""
+    monkeypatch.delattr(sys.modules[MODULE], "kernel_warmup")
+    with caplog.at_level("INFO", "vllm"):
+        register()
+    assert caplog.messages == [
+        "moe_ops: requests compile the kernels of experts that they are the first to need: vLLM "
+        f"has no {MODULE}.kernel_warmup"
+    ]
+    classes = engine.oracles["fp8"].backend_to_kernel_cls
+    assert engine.experts.MoeOpsExperts in classes(engine.oracles["fp8"].backends.TRITON)
