@@ -168,7 +168,7 @@ for line in sys.stdin:
             continue
         if arguments["case"]["model"] == "deepseek-v3":
             sys.exit(3)
-        assert arguments["adapters"] in (0, 2) and "enforce_eager" in arguments["options"]
+        assert arguments["adapters"] in (0, 2) and arguments["options"]["max_num_seqs"] == 64
         reply = {"start_s": 1.5, "experts": ["Ours" if ours else "Theirs"], "vllm": "0.33.0"}
     elif verb == "write":
         reply = {"tokens": [[1, 2]], "best": [[{"1": -0.5}, {"2": -0.5}]]}
