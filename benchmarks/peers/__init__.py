@@ -237,7 +237,7 @@ PEERS |= {
     ),
     IN_SGLANG: Peer(
         partial(sglang.missing, sglang.OURS),
-        dict.fromkeys((*sglang.FLAGS, *sglang.INFOS), partial(sglang.served, sglang.OURS)),
+        dict.fromkeys((*sglang.FLAGS, *sglang.INFOS), sglang.core),
         whole_groups,
     ),
     SGLANG_TRITON: Peer(

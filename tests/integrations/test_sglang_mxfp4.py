@@ -8,13 +8,15 @@ import pytest
 import sglang_stand_ins as sglang
 import torch
 
-from moe_ops import FusedMoEQuantConfig, fused_experts, quantize_weight
+from moe_ops import FusedMoEQuantConfig, fused_experts, pack_weight, quantize_weight
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations import _engines
 from moe_ops.integrations.sglang import register
 
 SCHEME = "mxfp4_w4a16"
 E, H, WIDTH = 4, 64, 96
+PACKING = 128, 64
+"""H and the width of gate and up, of which whole chunks are packed."""
 OF_GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "inplace": False}
 
 
@@ -29,20 +31,22 @@ def engine(monkeypatch, caplog):
     return engine
 
 
-def loaded(**numbers):
+def loaded(sizes=(H, WIDTH), **numbers):
     """A layer after SGLang has read its tensors, its configuration and the quantized weights."""
     torch.manual_seed(0)
-    q = [quantize_weight(torch.randn(E, *s) / 8, SCHEME) for s in ((2 * WIDTH, H), (H, WIDTH))]
+    hidden, width = sizes
+    shapes = (2 * width, hidden), (hidden, width)
+    q = [quantize_weight(torch.randn(E, *shape) / 8, SCHEME) for shape in shapes]
     layer = SimpleNamespace(moe_runner_config=sglang.MoeRunnerConfig(**OF_GPT_OSS | numbers))
-    for name, weight, rows in zip(("w13", "w2"), q, (2 * WIDTH, H), strict=True):
-        setattr(layer, f"{name}_weight", weight.data)
-        setattr(layer, f"{name}_weight_scale", weight.scale)
+    for name, weight, (rows, _) in zip(("w13", "w2"), q, shapes, strict=True):
+        setattr(layer, f"{name}_weight", weight.data.clone())
+        setattr(layer, f"{name}_weight_scale", weight.scale.clone())
         setattr(layer, f"{name}_weight_bias", torch.randn(E, rows).bfloat16())
     return layer, q
 
 
-def tokens(count=7):
-    x, logits = torch.randn(count, H).bfloat16(), torch.randn(count, E)
+def tokens(count=7, hidden=H):
+    x, logits = torch.randn(count, hidden).bfloat16(), torch.randn(count, E)
     chosen = logits.softmax(-1).topk(2)
     ids = chosen.indices.to(torch.int32)
     ids[0, 0] = -1
@@ -50,14 +54,26 @@ def tokens(count=7):
     return sglang.StandardDispatchOutput(x, None, routed)
 
 
-def test_weights_stay_in_mxfp4(engine, caplog):
-    """Bit for bit the library's layer, on the checkpoint's own bytes."""
-    layer, q = loaded()
-    before = layer.w13_weight.data_ptr()
+@pytest.mark.parametrize("packs", [False, True])
+def test_weights_stay_in_mxfp4(engine, caplog, monkeypatch, packs):
+    """Bit for bit the library's layer, in both forms, in the checkpoint's own memory."""
+    asked = []
+
+    def reads_packed(w, scheme, dtype, *, batch_invariant):
+        asked.append((w.dtype, scheme.name, dtype, batch_invariant))
+        return packs
+
+    monkeypatch.setattr(_engines, "reads_packed", reads_packed)
+    layer, q = loaded(PACKING)
+    before = layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()
     method = engine.mxfp4(layer.moe_runner_config)
     method.process_weights_after_loading(layer)
-    assert layer.w13_weight.data_ptr() == before and torch.equal(layer.w2_weight, q[1].data)
-    dispatched = tokens()
+    held = [pack_weight(x, SCHEME) for x in q] if packs else q
+    assert (layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()) == before
+    assert torch.equal(layer.w13_weight, held[0].data)
+    assert torch.equal(layer.w2_weight_scale, held[1].scale)
+    assert asked == [(torch.uint8, SCHEME, torch.bfloat16, False)] * 2
+    dispatched = tokens(hidden=PACKING[0])
     x, (weights, ids, _) = dispatched.hidden_states, dispatched.topk_output
     want = fused_experts(
         x, q[0].data, q[1].data, weights, ids,
@@ -90,6 +106,18 @@ def test_what_sglang_dequantizes(engine, caplog, mode, numbers, reason):
     assert method.apply(layer, tokens()).hidden_states == "SGLang's"
     said = [r.message for r in caplog.records if "SGLang's own kernels run" in r.message]
     assert len(said) == (reason is not None) and (reason or "") in "".join(said)
+
+
+@pytest.mark.parametrize(("sizes", "invariant"), [(PACKING, True), ((H, WIDTH), False)])
+def test_weights_that_stay_plain(engine, monkeypatch, sizes, invariant):
+    """No kernel that is batch-invariant reads the packed form; gate and up must be whole chunks."""
+    monkeypatch.setattr(
+        _engines, "reads_packed", lambda *_, batch_invariant, **__: not batch_invariant
+    )
+    engine.mode.batch_invariant = invariant
+    layer, q = loaded(sizes)
+    engine.mxfp4(layer.moe_runner_config).process_weights_after_loading(layer)
+    assert torch.equal(layer.w13_weight, q[0].data) and torch.equal(layer.w2_weight, q[1].data)
 
 
 def test_sglangs_own_choice_is_its_triton_runner(engine):

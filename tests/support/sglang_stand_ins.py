@@ -299,7 +299,11 @@ def modules():
         f"{RUNNERS}.triton_utils.fused_moe_triton_config": {
             "get_config_dtype_str": get_config_dtype_str, "get_moe_configs": get_moe_configs,
         },
-        "sglang.srt.runtime_context": {"get_context": Context, "get_parallel": Context},
+        "sglang.srt.runtime_context": {
+            "get_context": Context, "get_parallel": Context,
+            "get_exec": lambda: SimpleNamespace(deterministic=SimpleNamespace(
+                enable_deterministic_inference=mode.batch_invariant)),
+        },
     }  # fmt: skip
     made = {}
     for name, values in contents.items():

@@ -58,6 +58,7 @@ MXFP4 = f"{METHODS}.Mxfp4MoEMethod"
 MXFP4_NAMES = {
     f"{MOE}.utils": ("get_moe_runner_backend", "get_moe_a2a_backend"),
     "sglang.srt.utils": ("is_cpu",),
+    "sglang.srt.runtime_context": ("get_exec",),
 }
 MXFP4_PARTS = {
     (METHODS, "Mxfp4MoEMethod.process_weights_after_loading"): ("self", "layer"),

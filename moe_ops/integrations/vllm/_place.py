@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_ops.pipeline.forms import reads_packed
+from moe_ops.integrations._engines import form_of_gpu
 from moe_ops.scheme import Scheme
-from moe_ops.scheme.packed import CHUNK, pack_weight, pack_weight_
 from moe_ops.tensors import QTensor
 
 
@@ -28,18 +27,7 @@ class Place:
         self.scheme = scheme
 
     def form(self, q: QTensor, *, batch_invariant: bool) -> QTensor:
-        """Return a weight in the form that kernels of its GPU read.
-
-        The packed form takes the memory of a contiguous ``q.data``, so that loading a model needs
-        memory for three experts beside its weights.
-        """
+        """Return a weight in the form that kernels of its GPU read; see `form_of_gpu`."""
         config = self.moe_config
-        # Gate and up rows each begin at a chunk of the packed form, or both weights stay plain.
-        whole = config.intermediate_size_per_partition % CHUNK == 0
-        reads = whole and reads_packed(
-            q.data, self.scheme, config.in_dtype, batch_invariant=batch_invariant
-        )
-        if not reads:
-            return q
-        pack = pack_weight_ if q.data.is_contiguous() else pack_weight
-        return pack(q, self.scheme)
+        width = config.intermediate_size_per_partition
+        return form_of_gpu(q, self.scheme, config.in_dtype, width, batch_invariant=batch_invariant)
