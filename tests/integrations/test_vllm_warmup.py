@@ -66,7 +66,9 @@ def test_each_kind_of_layer_runs_once(runs, engine):
     """After vLLM's own warm-up, whose arguments stay."""
     register()
     layers = [module_of(engine, name) for name in ("unquantized", "fp8_channel", "unquantized")]
-    worker = worker_of(nn.Linear(2, 2), *layers)
+    runner = nn.Module()  # of the first layer
+    runner.quant_method, runner.routed_experts = layers[0].quant_method, layers[0]
+    worker = worker_of(nn.Linear(2, 2), runner, *layers)
     assert sys.modules[MODULE].kernel_warmup(worker, process_local_only=True) == {
         "worker": worker,
         "process_local_only": True,

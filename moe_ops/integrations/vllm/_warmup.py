@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_ops.inspect.warmup import Variants, run_variants
 from moe_ops.integrations._engines import attribute_of, or_say, say_once
@@ -65,11 +65,16 @@ def warm_up(model: nn.Module, num_tokens: int) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, MoeOpsExperts]]:
-    """The layers of a model whose experts are warmed up, with these experts."""
+    """The layers of a model whose experts are warmed up, with these experts.
+
+    vLLM's runner of a layer has the layer's method too, but not its weights.
+    """
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
-        if isinstance(experts, MoeOpsExperts) and not _gets_rows_of_vllm(experts):
+        if not isinstance(experts, MoeOpsExperts) or _gets_rows_of_vllm(experts):
+            continue
+        if _loaded_weight(layer, "w13_weight") is not None:
             yield layer, experts
 
 
@@ -92,9 +97,9 @@ def _variants(layer: nn.Module, experts: MoeOpsExperts) -> Variants:
     )
 
 
-def _loaded_weight(layer: nn.Module, name: str) -> Tensor:
-    """A weight, which compressed-tensors' method calls packed."""
-    return getattr(layer, name) if hasattr(layer, name) else getattr(layer, f"{name}_packed")
+def _loaded_weight(layer: nn.Module, name: str) -> Any:
+    """A weight of a layer, which compressed-tensors' method calls packed; None: there is none."""
+    return getattr(layer, name, getattr(layer, f"{name}_packed", None))
 
 
 def _run_of(experts: MoeOpsExperts, variants: Variants) -> Callable[[int], None]:
