@@ -236,7 +236,7 @@ def mxfp4_method():
 
 
 def choices(mode):
-    """Stand-ins of how SGLang says which runner and exchange it has, and its method of gpt-oss."""
+    """Stand-ins of how SGLang says what was asked of it, and its method of gpt-oss."""
     return {
         f"{MOE}.utils": {
             "resolve_moe_runner_backend": Backend,
@@ -245,6 +245,13 @@ def choices(mode):
         },
         "sglang.srt.utils": {"is_cpu": lambda: mode.cpu},
         "sglang.srt.layers.quantization.mxfp4": {"Mxfp4MoEMethod": mxfp4_method()},
+        "sglang.srt.runtime_context": {
+            "get_context": Context,
+            "get_parallel": Context,
+            "get_exec": lambda: SimpleNamespace(
+                deterministic=SimpleNamespace(enable_deterministic_inference=mode.batch_invariant)
+            ),
+        },
     }
 
 
@@ -298,11 +305,6 @@ def modules():
         f"{RUNNERS}.triton_utils.fused_moe": {},
         f"{RUNNERS}.triton_utils.fused_moe_triton_config": {
             "get_config_dtype_str": get_config_dtype_str, "get_moe_configs": get_moe_configs,
-        },
-        "sglang.srt.runtime_context": {
-            "get_context": Context, "get_parallel": Context,
-            "get_exec": lambda: SimpleNamespace(deterministic=SimpleNamespace(
-                enable_deterministic_inference=mode.batch_invariant)),
         },
     }  # fmt: skip
     made = {}

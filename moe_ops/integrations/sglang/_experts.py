@@ -210,8 +210,8 @@ def _check_weight_form(x: Tensor, info: Any, scheme: Scheme) -> None:
     """Raise NotImplementedError for weights of another form."""
     w1, w2, quant = info.w13_weight, info.w2_weight, scheme.weight
     dtype = x.dtype if quant is None else quant.dtype
-    packed = PACKED_DTYPES if isinstance(info, KeptWeights) else ()
-    if not {w1.dtype, w2.dtype} <= {dtype, *packed} or x.dtype not in checks.FLOATS:
+    also = PACKED_DTYPES if isinstance(info, KeptWeights) else ()
+    if not {w1.dtype, w2.dtype} <= {dtype, *also} or x.dtype not in checks.FLOATS:
         raise NotImplementedError(f"weights must be {dtype} for {scheme.name}, got {w1.dtype}")
     columns = w1.shape[2] * scheme.numbers_per_entry(w1.dtype)
     if columns != x.shape[1]:
