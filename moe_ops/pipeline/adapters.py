@@ -92,8 +92,10 @@ class Adapters(NamedTuple):
             NotImplementedError: rows that are permuted, or padded by expert.
         """
         if step.gather is not by_slot:
-            name = getattr(step.gather, "__name__", "another order")
-            raise NotImplementedError(f"adapters need rows in slot order, got {name}")
+            raise NotImplementedError(
+                "adapters need experts that keep rows in slot order, as TritonExperts do, got "
+                "experts that gather rows in another order"
+            )
         settings = step.settings._replace(rounds_product=True)
         experts, dtype, invariant = len(step.weights.w1.data), x.dtype, settings.batch_invariant
         of_slots, of_all, of_tokens = ops.adapter_ids(

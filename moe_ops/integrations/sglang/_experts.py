@@ -28,6 +28,8 @@ from moe_ops.scheme.packed import PACKED_DTYPES
 from moe_ops.tensors import Routing
 
 ENGINE = "sglang"
+INSTEAD = "SGLang's own kernels run"
+"""What the log says before the reason."""
 UNLIMITED = torch.finfo(torch.float32).max
 """A limit that changes no finite number."""
 
