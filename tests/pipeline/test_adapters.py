@@ -175,10 +175,9 @@ def test_what_is_refused(device):
     many = torch.zeros(1, 1, R, I, device=device).expand(4097, -1, -1, -1)
     with pytest.raises(ValueError, match="second's L . El must be"):
         Adapters((), good.second._replace(a=many, b=many.mT)).check(1, 2 * I, H, I)
-    others = ((GroupedGemmExperts, "by_permutation"), (BatchedTritonExperts, "rows_by_expert"))
-    for kind, name in others:
+    for kind in (GroupedGemmExperts, BatchedTritonExperts):
         other = setup(Problem(4, E, 2, H, I, torch.float32), kind, device)
-        with pytest.raises(NotImplementedError, match=f"rows in slot order, got {name}"):
+        with pytest.raises(NotImplementedError, match="rows in slot order"):
             run(other, good)
 
 
