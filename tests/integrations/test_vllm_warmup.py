@@ -1,7 +1,7 @@
 """The plug-in compiles the experts' kernels when vLLM compiles its own, on stand-ins of vLLM."""
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +133,21 @@ def test_a_failure_is_one_line(engine, caplog, monkeypatch):
         "moe_ops: requests compile the kernels of experts that they are the first to need: "
         "OutOfMemoryError: no memory"
     )
+
+
+def test_what_the_warm_up_imports_is_changed_too(engine, monkeypatch):
+    """Its modules import methods of layers, which import functions of oracles by their names."""
+    late, name = ModuleType("vllm.late"), "make_mxfp4_moe_kernel"
+    setattr(late, name, getattr(engine.oracles["mxfp4"], name))
+
+    def attribute_of(module, name):
+        monkeypatch.setitem(sys.modules, late.__name__, late)
+        return getattr(sys.modules[module], name)
+
+    monkeypatch.setattr(engine.warmup, "attribute_of", attribute_of)
+    register()
+    assert getattr(late, name) is getattr(engine.oracles["mxfp4"], name)
+    assert getattr(late, name).__wrapped__
 
 
 def test_a_vllm_without_a_warm_up(engine, caplog, monkeypatch):

@@ -35,7 +35,8 @@ def install() -> None:
 
     Nothing is changed if this raises.
     """
-    wanted = [*changes(), *warm_up_changes()]
+    # First what imports more of vLLM: the functions are changed where they are imported by then.
+    wanted = [*warm_up_changes(), *changes()]
     for name, backends in PLACES.items():
         function = import_module(f"{ORACLES}.{name}").backend_to_kernel_cls
         wanted += everywhere(function, _ours_first(backends))
