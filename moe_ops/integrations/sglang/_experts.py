@@ -28,10 +28,13 @@ from moe_ops.scheme.packed import PACKED_DTYPES
 from moe_ops.tensors import Routing
 
 ENGINE = "sglang"
-INSTEAD = "SGLang's own kernels run"
-"""What the log says before the reason."""
 UNLIMITED = torch.finfo(torch.float32).max
 """A limit that changes no finite number."""
+
+
+def say_that_sglang_runs(error: Exception) -> None:
+    """Write to SGLang's log why this library does not serve a layer, once per reason."""
+    say_once(ENGINE, f"SGLang's own kernels run: {error}")
 
 
 class KeptWeights:

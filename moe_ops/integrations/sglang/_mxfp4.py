@@ -18,8 +18,8 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import is_cpu
 from torch import nn
 
-from moe_ops.integrations._engines import form_of_gpu, say_once
-from moe_ops.integrations.sglang._experts import ENGINE, INSTEAD, KeptWeights, served_layer
+from moe_ops.integrations._engines import form_of_gpu
+from moe_ops.integrations.sglang._experts import KeptWeights, say_that_sglang_runs, served_layer
 from moe_ops.integrations.sglang._interface import MXFP4
 from moe_ops.integrations.sglang._runner import run_to_combine
 from moe_ops.scheme import SCHEMES
@@ -64,7 +64,7 @@ def keep_weights(original: Callable[..., Any], method: Any, layer: Any) -> None:
         try:
             served_layer(info, layer.moe_runner_config)
         except (NotImplementedError, ValueError) as error:
-            say_once(ENGINE, f"{INSTEAD}: {error}")
+            say_that_sglang_runs(error)
         else:
             setattr(layer, KEPT, in_form_of_gpu(layer, info))
             return

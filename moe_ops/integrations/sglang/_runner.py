@@ -19,8 +19,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import (
 from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from moe_ops.integrations._engines import say_once
-from moe_ops.integrations.sglang._experts import ENGINE, INSTEAD, run
+from moe_ops.integrations.sglang._experts import run, say_that_sglang_runs
 from moe_ops.integrations.sglang._interface import RUNNERS
 
 NAME = "moe_ops"
@@ -66,7 +65,7 @@ def with_fallback(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run_to_combine(*layer)
         except (NotImplementedError, ValueError) as error:
-            say_once(ENGINE, f"{INSTEAD}: {error}")
+            say_that_sglang_runs(error)
             return function(*layer)
 
     return fused_experts
@@ -88,7 +87,7 @@ def run_with_adapters(
         try:
             return run_to_combine(dispatch_output, quant_info, runner.config, lora_info)
         except (NotImplementedError, TypeError, ValueError) as error:
-            say_once(ENGINE, f"{INSTEAD}: {error}")
+            say_that_sglang_runs(error)
     return original(runner, dispatch_output, quant_info, lora_info)
 
 
