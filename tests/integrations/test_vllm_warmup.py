@@ -20,7 +20,9 @@ MODULE = "vllm.model_executor.warmup.kernel_warmup"
 def engine(monkeypatch):
     _engines.say_once.cache_clear()
     monkeypatch.delenv("MOE_OPS_VLLM", raising=False)
-    return vllm.install(monkeypatch)
+    made = vllm.install(monkeypatch)
+    made.platform.kind = "cuda"
+    return made
 
 
 def module_around(experts, w1, w2, packed=""):
@@ -148,6 +150,13 @@ def test_what_the_warm_up_imports_is_changed_too(engine, monkeypatch):
     register()
     assert getattr(late, name) is getattr(engine.oracles["mxfp4"], name)
     assert getattr(late, name).__wrapped__
+
+
+def test_without_a_gpu_there_is_nothing_to_warm_up(engine):
+    """vLLM's module, which its worker for CPUs does not import, stays as it is."""
+    engine.platform.kind = "cpu"
+    register()
+    assert not hasattr(sys.modules[MODULE].kernel_warmup, "__wrapped__")
 
 
 def test_a_vllm_without_a_warm_up(engine, caplog, monkeypatch):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.platforms import current_platform
 
 from moe_ops.inspect.warmup import Variants, run_variants
 from moe_ops.integrations._engines import attribute_of, or_say, say_once
@@ -23,7 +24,12 @@ LATE = "requests compile the kernels of experts that they are the first to need"
 
 
 def warm_up_changes() -> Iterator[Change]:
-    """Yield what to set in vLLM's modules; a vLLM without this warm-up is one log line."""
+    """Yield what to set in vLLM's modules; a vLLM without this warm-up is one log line.
+
+    vLLM's worker for GPUs alone warms kernels up, and other devices run references.
+    """
+    if not current_platform.is_cuda():
+        return
     function = attribute_of(MODULE, NAME)
     if function is None:
         say_once(ENGINE, f"{LATE}: vLLM has no {MODULE}.{NAME}")
