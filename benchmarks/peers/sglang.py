@@ -104,11 +104,6 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
     return lambda: runner.run(dispatched, info).hidden_states
 
 
-def in_core(experts: Experts) -> Experts:
-    """The weights as the plug-in gives them to its core: MXFP4 in the form that the GPU reads."""
-    return experts.loaded if experts.scheme.name in INFOS else experts
-
-
 def quant_info(experts: Experts) -> Any:
     """The weights' ``TritonMoeQuantInfo``, or a subclass of the plug-in, on the same memory."""
     made, tensors = named(INFOS.get(experts.scheme.name, TRITON_INFO)), {}
@@ -132,8 +127,8 @@ def held(experts: Experts) -> Experts:
 
 
 def core(experts: Experts, inputs: Inputs) -> Call:
-    """A ``MoeRunner`` with the plug-in's core."""
-    return served(OURS, in_core(experts), inputs)
+    """A ``MoeRunner`` with the plug-in's core, which has MXFP4 in the form that the GPU reads."""
+    return served(OURS, experts.loaded if experts.scheme.name in INFOS else experts, inputs)
 
 
 def triton(experts: Experts, inputs: Inputs) -> Call:

@@ -10,6 +10,7 @@ from compilations import compiled_kernels
 from torch import nn
 from vllm_layers import AG, BATCH, layer, of_engine, problem, served
 
+import moe_ops
 from moe_ops.integrations import _engines
 from moe_ops.integrations.vllm import register
 
@@ -45,15 +46,14 @@ def module_of(engine, name, packed="", experts=None, **config):
 
 @pytest.fixture
 def runs(engine, monkeypatch):
-    """Schemes and token counts that ran: two variants, of one token and of more."""
+    """Largest token counts that ran, each with one token too, and their options."""
     ran = []
 
-    def run_variants(run, num_tokens, variants):
-        for tokens in (1, num_tokens):
-            run(tokens)
-            ran.append((variants.scheme.name, tokens))
+    def warmup(w1, w2, top_k, num_tokens, **options):
+        moe_ops.warmup(w1, w2, top_k, [1, num_tokens], **options)
+        ran.append((num_tokens, options))
 
-    monkeypatch.setattr(engine.warmup, "run_variants", run_variants)
+    monkeypatch.setattr(engine.warmup, "warmup", warmup)
     return ran
 
 
@@ -68,6 +68,7 @@ def test_each_kind_of_layer_runs_once(runs, engine):
     """After vLLM's own warm-up, whose arguments stay."""
     register()
     layers = [module_of(engine, name) for name in ("unquantized", "fp8_channel", "unquantized")]
+    layers[0].expert_map = torch.arange(4, dtype=torch.int32)
     runner = nn.Module()  # of the first layer
     runner.quant_method, runner.routed_experts = layers[0].quant_method, layers[0]
     worker = worker_of(nn.Linear(2, 2), runner, *layers)
@@ -75,21 +76,32 @@ def test_each_kind_of_layer_runs_once(runs, engine):
         "worker": worker,
         "process_local_only": True,
     }
-    unquantized, fp8 = (module.quant_method.moe_kernel.fused_experts for module in layers[:2])
-    names = [x.experts.quant_config.scheme.name for x in (unquantized, fp8)]
-    assert runs == [(name, tokens) for name in names for tokens in (1, 7)]
+    of_layers = [module.quant_method.moe_kernel.fused_experts.experts for module in layers[:2]]
+    assert runs == [
+        (
+            7,
+            {
+                "hidden_dtype": torch.float32,
+                "activation": "silu",
+                "expert_map": expert_map,
+                "quant_config": experts.quant_config,
+                "batch_invariant": False,
+            },
+        )
+        for experts, expert_map in zip(of_layers, (layers[0].expert_map, None), strict=True)
+    ]
 
 
 def test_weights_that_are_called_packed(runs, engine):
     engine.warmup.warm_up(worker_of(module_of(engine, "unquantized", "_packed")).get_model(), 5)
-    assert [tokens for _, tokens in runs] == [1, 5]
+    assert [tokens for tokens, _ in runs] == [5]
 
 
 def test_tokens_of_all_ranks_arrive(runs, engine):
     parallel = vllm.FusedMoEParallelConfig(True, True, dp_size=3)
     module = module_of(engine, "unquantized", moe_parallel_config=parallel)
     engine.warmup.warm_up(module, 5)
-    assert [tokens for _, tokens in runs] == [1, 15]
+    assert [tokens for tokens, _ in runs] == [15]
 
 
 def test_what_vllm_hands_over_otherwise_is_left_out(runs, engine):
@@ -125,16 +137,13 @@ def test_a_failure_is_one_line(engine, caplog, monkeypatch):
     """The server starts, and its log says what follows."""
     register()
 
-    def fails(*arguments):
+    def fails(*arguments, **options):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(engine.warmup, "run_variants", fails)
+    monkeypatch.setattr(engine.warmup, "warmup", fails)
     with caplog.at_level("INFO", "vllm"):
         sys.modules[MODULE].kernel_warmup(worker_of(module_of(engine, "unquantized")))
-    assert caplog.messages[-1] == (
-        "moe_ops: requests compile the kernels of experts that they are the first to need: "
-        "OutOfMemoryError: no memory"
-    )
+    assert caplog.messages[-1] == (f"moe_ops: {engine.warmup.LATE}: OutOfMemoryError: no memory")
 
 
 def test_what_the_warm_up_imports_is_changed_too(engine, monkeypatch):
@@ -164,9 +173,6 @@ def test_a_vllm_without_a_warm_up(engine, caplog, monkeypatch):
     monkeypatch.delattr(sys.modules[MODULE], "kernel_warmup")
     with caplog.at_level("INFO", "vllm"):
         register()
-    assert caplog.messages == [
-        "moe_ops: requests compile the kernels of experts that they are the first to need: vLLM "
-        f"has no {MODULE}.kernel_warmup"
-    ]
+    assert caplog.messages == [f"moe_ops: {engine.warmup.LATE}: vLLM has no {MODULE}.kernel_warmup"]
     classes = engine.oracles["fp8"].backend_to_kernel_cls
     assert engine.experts.MoeOpsExperts in classes(engine.oracles["fp8"].backends.TRITON)

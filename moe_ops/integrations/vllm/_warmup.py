@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.platforms import current_platform
 
-from moe_ops.inspect.warmup import Variants, run_variants
+from moe_ops.inspect.warmup import warmup
 from moe_ops.integrations._engines import attribute_of, or_say, say_once
 from moe_ops.integrations.vllm._experts import ENGINE, MoeOpsExperts
 from moe_ops.integrations.vllm._factories import Change, everywhere
 
 MODULE, NAME = "vllm.model_executor.warmup.kernel_warmup", "kernel_warmup"
-LATE = "requests compile the kernels of experts that they are the first to need"
+LATE = "a request that is the first to need a kernel of the experts compiles it"
 
 
 def warm_up_changes() -> Iterator[Change]:
@@ -57,15 +56,26 @@ def warm_up(model: nn.Module, num_tokens: int) -> None:
     """
     warmed = set()
     for layer, experts in _layers(model):
-        variants = _variants(layer, experts)
-        weights = tuple((w.shape, w.dtype) for w in (variants.w1, variants.w2))
-        kind = (*weights, variants.top_k, variants.scheme, variants.activation)
+        config, library = experts.moe_config, experts.experts
+        w1, w2 = (_loaded_weight(layer, name) for name in ("w13_weight", "w2_weight"))
+        shapes, key = (w1.shape, w1.dtype, w2.shape, w2.dtype), experts.library_activation.key
+        kind = (*shapes, config.experts_per_token, library.quant_config.scheme, key)
         if kind in warmed:
             continue
         warmed.add(kind)
-        parallel = experts.moe_config.moe_parallel_config
+        parallel = config.moe_parallel_config
         ranks = parallel.dp_size if parallel.use_all2all_kernels else 1
-        run_variants(_run_of(experts, variants), num_tokens * ranks, variants)
+        warmup(
+            w1,
+            w2,
+            config.experts_per_token,
+            num_tokens * ranks,
+            hidden_dtype=config.in_dtype,
+            activation=key,
+            expert_map=getattr(layer, "expert_map", None),
+            quant_config=library.quant_config,
+            batch_invariant=library.moe_config.batch_invariant,
+        )
     if warmed:
         say_once(ENGINE, f"compiled the experts' kernels for up to {num_tokens} tokens")
 
@@ -89,47 +99,6 @@ def _gets_rows_of_vllm(experts: MoeOpsExperts) -> bool:
     return not experts.expects_unquantized_inputs and experts.quant_config.quant_dtype is not None
 
 
-def _variants(layer: nn.Module, experts: MoeOpsExperts) -> Variants:
-    config = experts.moe_config
-    return Variants(
-        _loaded_weight(layer, "w13_weight"),
-        _loaded_weight(layer, "w2_weight"),
-        config.experts_per_token,
-        experts.experts.quant_config.scheme,
-        config.in_dtype,
-        experts.library_activation.key,
-        experts.experts.moe_config.batch_invariant,
-        getattr(layer, "expert_map", None),
-    )
-
-
 def _loaded_weight(layer: nn.Module, name: str) -> Any:
     """A weight of a layer, which compressed-tensors' method calls packed; None: there is none."""
     return getattr(layer, name, getattr(layer, f"{name}_packed", None))
-
-
-def _run_of(experts: MoeOpsExperts, variants: Variants) -> Callable[[int], None]:
-    """A call of a layer's experts on random tokens, by their number."""
-    config, w1 = experts.moe_config, variants.w1
-
-    def run(tokens: int) -> None:
-        shape, chosen = (tokens, config.hidden_dim), (tokens, variants.top_k)
-        x = torch.randn(shape, device=w1.device, dtype=variants.dtype)
-        scores = torch.rand(tokens, config.num_experts, device=w1.device)
-        ids = scores.topk(variants.top_k).indices.int()
-        experts.experts.apply(
-            x,
-            w1,
-            variants.w2,
-            torch.rand(chosen, device=w1.device),
-            ids,
-            experts.library_activation,
-            config.num_experts,
-            variants.expert_map,
-            None,
-            None,
-            False,
-            out=torch.empty_like(x),
-        )
-
-    return run
