@@ -134,13 +134,21 @@ def _end_wave(state, counters, now, begun, left, hits, misses):
 
 
 @triton.jit
-def _wanted(topk_ids, expert_map, num_ids, num_global, S: tl.constexpr):
-    """Which experts have slots of the routing."""
+def _wanted(topk_ids, expert_map, plan, tiles, num_ids, num_global, S: tl.constexpr):
+    """Which experts have slots of the routing: in a plan, the experts of its ``tiles``."""
     count = tl.full((S.EXPERTS,), 0, tl.int32)
-    for start in range(0, num_ids, S.IDS):
-        slot = start + tl.arange(0, S.IDS)
-        expert = local_experts(topk_ids, expert_map, slot, slot < num_ids, num_global, S.E)
-        count += tl.histogram(tl.maximum(expert, 0), S.EXPERTS, mask=expert >= 0)
+    if plan is not None:
+        of_tiles = plan + tl.load(plan + 1)
+        for start in range(0, tiles, S.IDS):
+            at = start + tl.arange(0, S.IDS)
+            expert = tl.load(of_tiles + at, mask=at < tiles, other=-1)
+            valid = (expert >= 0) & (expert < S.E)
+            count += tl.histogram(tl.where(valid, expert, 0), S.EXPERTS, mask=valid)
+    else:
+        for start in range(0, num_ids, S.IDS):
+            slot = start + tl.arange(0, S.IDS)
+            expert = local_experts(topk_ids, expert_map, slot, slot < num_ids, num_global, S.E)
+            count += tl.histogram(tl.maximum(expert, 0), S.EXPERTS, mask=expert >= 0)
     return (count > 0) & (tl.arange(0, S.EXPERTS) < S.E)
 
 
@@ -223,15 +231,14 @@ def _copy_chunk(table, expert, slot, chunk, before, S: tl.constexpr):
 
 
 @triton.jit
-def _decide(
-    topk_ids, expert_map, state, rows, entries, num_ids, num_global, wave, S: tl.constexpr
-):  # fmt: skip
+def _decide(state, rows, entries, wanted, wave, S: tl.constexpr):
     """Write the rows of a wave, and the state once all programs have read it.
 
-    ``entries``: the `_state_entries` of the state. Returns the number of experts to copy.
+    ``entries``: the `_state_entries` of the state; ``wanted``: the `_wanted` experts. Returns the
+    number of experts to copy.
     """
     slot, used, _, begun, _ = entries
-    todo = _wanted(topk_ids, expert_map, num_ids, num_global, S) & ((wave == 0) | (used < begun))
+    todo = wanted & ((wave == 0) | (used < begun))
     resident = todo & (slot >= 0) & (used >= 0)
     missing = todo & ~resident
     num_missing = tl.sum(missing.to(tl.int32), 0)
@@ -292,6 +299,7 @@ def _make_resident_kernel(
     state += tl.program_id(1) * S.LENGTH
     entries, left = _state_entries(state, wave, S), tl.load(state + _LEFT)
     rows = state.to(tl.pointer_type(tl.int32), bitcast=True) + S.ROWS
+    tiles = tl.full((), 0, tl.int32)
     if plan is not None:
         if tl.program_id(1) > 0:
             plan_out = next_plan
@@ -307,7 +315,8 @@ def _make_resident_kernel(
         if plan is not None:
             write_header(plan, plan_out, 0)
     else:
-        count = _decide(topk_ids, expert_map, state, rows, entries, num_ids, num_global, wave, S)
+        wanted = _wanted(topk_ids, expert_map, plan, tiles, num_ids, num_global, S)
+        count = _decide(state, rows, entries, wanted, wave, S)
         if plan is not None:
             write_plan(plan, tiles, rows, plan_out, S.E, S.TILE, S.WIDE, S.TILES)
     if map_out is not None:
@@ -372,7 +381,7 @@ def make_resident(
     wave: int,
     out: Sequence[AnyTiles],
     *,
-    halves: bool = False,
+    parts: int = 1,
 ) -> None:
     """Make the experts of a wave resident.
 
@@ -383,15 +392,14 @@ def make_resident(
         row_tile: the row tile of the plan.
         wave: the number of the wave.
         out: the `tiles_in_rows` of one weight or two, to write to.
-        halves: whether a wave has half of the slots. Later waves then leave SMs to the products of
-            the wave before.
+        parts: the number of waves between which the slots are divided.
     """
     plan, topk_ids, expert_map = tiles
     plans, _, maps = zip(out[0], out[-1], strict=True)
     if plan is not None or expert_map is None:
         maps = None, None
     (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
-    most = owner.num_slots // 2 if halves else owner.num_slots
+    most = owner.num_slots // parts
     units = min(num_ids, most) * max(owner.chunks[first : first + weights])
     programs = max(1, min(PROGRAMS // weights, units))
     few, rows, entries = num_ids <= FEW_IDS, table.shape[1], 0 if plan is None else plan.shape[0]
