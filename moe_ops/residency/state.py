@@ -3,9 +3,9 @@
 A call runs in waves. A wave serves wanted experts that no wave of the call has served: in the first
 wave all that are resident, and then the first missing ones in the order of experts, K in all. Where
 a call streams, several waves share the slots, so that experts of later ones may be copied beside
-the products of one: see `waves_at_once`. A missing expert takes the slot of the expert that was used
-longest ago and is not in the wave. (All slots have experts, from the beginning on. They hold the
-experts' numbers once these are used.)
+the products of one: see `waves_at_once`. A missing expert takes the slot of the expert that was
+used longest ago and is not in the wave. (All slots have experts, from the beginning on. They hold
+the experts' numbers once these are used.)
 """
 
 from __future__ import annotations
