@@ -7,7 +7,7 @@ at most K experts.
 
 from moe_ops.residency.amount import Amount, parse_amount
 from moe_ops.residency.slots import Residency, open_residencies, residency_of
-from moe_ops.residency.state import OffloadStats, StateLayout, waves_at_once, waves_of
+from moe_ops.residency.state import OffloadStats, StateLayout, waves_of
 
 __all__ = [
     "Amount",
@@ -17,6 +17,5 @@ __all__ = [
     "open_residencies",
     "parse_amount",
     "residency_of",
-    "waves_at_once",
     "waves_of",
 ]

@@ -8,7 +8,6 @@ a compiler may call the products of a layer in any order, and copies nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import cast
 from weakref import WeakValueDictionary
 
@@ -98,7 +97,7 @@ class Residency:
             before += -(-size // CHUNK)
         return [*rows, [0, 0, 0, before]]
 
-    @cached_property
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
         return sum(x[0].nbytes for pairs in self.pairs for x, _ in pairs)

@@ -1,11 +1,10 @@
 """The state of a weight's slots: int64 entries on the device, which products change.
 
 A call runs in waves. A wave serves wanted experts that no wave of the call has served: in the first
-wave all that are resident, and then the first missing ones in the order of experts, K in all. Where
-a call streams, several waves share the slots, so that experts of later ones may be copied beside
-the products of one: see `waves_at_once`. A missing expert takes the slot of the expert that was
-used longest ago and is not in the wave. (All slots have experts, from the beginning on. They hold
-the experts' numbers once these are used.)
+wave all that are resident, and then the first missing ones in the order of experts, K in all (or
+half as many, so that copies for one wave may run beside the products of the wave before). A missing
+expert takes the slot of the expert that was used longest ago and is not in the wave. (All slots
+have experts, from the beginning on. They hold the experts' numbers once these are used.)
 """
 
 from __future__ import annotations
@@ -22,12 +21,6 @@ counters; the address of a copy of the counters that the host reads (0: none). T
 see `StateLayout`."""
 COUNTERS = 4
 """Number of counters, which begin at `HITS`."""
-IDS_TO_STREAM = 8
-"""Slots an expert from which on a call that needs waves streams."""
-PARTS = 4
-"""The most waves that share the slots."""
-WAVE_BYTES = 2**24
-"""Bytes of a wave's experts below which its launches would cost more than shorter waves hide."""
 
 
 class OffloadStats(NamedTuple):
@@ -40,7 +33,7 @@ class OffloadStats(NamedTuple):
     bytes_copied: int
     """Bytes copied from host memory."""
     waves: int
-    """Waves of calls. On a GPU a call with many tokens has waves of a part of the slots; any other
+    """Waves of calls. On a GPU a call with many tokens has waves of half of the slots; any other
     has one wave if it wants no more experts than there are slots."""
 
     @property
@@ -121,13 +114,3 @@ class StateLayout(NamedTuple):
 def waves_of(num_experts: int, num_slots: int, num_ids: int) -> int:
     """The largest number of waves that a routing of ``num_ids`` slots may want."""
     return -(-min(num_experts, num_ids) // num_slots)
-
-
-def waves_at_once(num_experts: int, num_slots: int, expert_bytes: int, num_ids: int) -> int:
-    """The number of waves that share the slots in a routing of ``num_ids`` slots.
-
-    1: the call does not stream. It has few tokens, and most of its waves may be empty.
-    """
-    if num_ids < IDS_TO_STREAM * num_experts or num_slots == 1:
-        return 1
-    return max(2, min(PARTS, num_slots * expert_bytes // WAVE_BYTES))

@@ -7,11 +7,8 @@ import torch
 
 import moe_ops
 from moe_ops import FusedMoE
-from moe_ops.residency import waves_at_once
 
 E, K, HIDDEN, WIDTH, TOKENS = 32, 4, 1024, 512, 512
-PARTS = {6: 2, 16: 3, 24: 4}
-"""The waves that share so many slots."""
 
 
 def routings(steps):
@@ -39,7 +36,7 @@ def poison(owner):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["unquantized", "int4_w4a16_g128"])
-@pytest.mark.parametrize("resident", PARTS)
+@pytest.mark.parametrize("resident", [6, 16, 24])
 def test_experts_are_there_before_they_are_read(scheme, resident):
     """Eager calls and replays of one graph find NaN in every slot, and have the same bits."""
     layer = FusedMoE(E, K, HIDDEN, WIDTH, params_dtype=torch.bfloat16, device="cuda")
@@ -50,8 +47,6 @@ def test_experts_are_there_before_they_are_read(scheme, resident):
     other = copy.deepcopy(layer)
     moe_ops.offload_(other, resident=resident, progress=False)
     owner = other.state.host_experts.residency
-    if scheme == "unquantized":
-        assert waves_at_once(E, resident, owner.expert_bytes, TOKENS * K) == PARTS[resident]
     x = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16()
     logits = torch.randn(TOKENS, E, device="cuda")
     ids = next(routings(1)).cuda()

@@ -14,8 +14,10 @@ from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels.residency import make_resident, tiles_in_rows
 from moe_ops.residency.slots import Residency, residency_of
-from moe_ops.residency.state import waves_at_once, waves_of
-from moe_ops.tensors import AnyTiles
+from moe_ops.residency.state import waves_of
+
+IDS_OF_HALVES = 8
+"""Slots an expert from which on a call that needs waves has waves of half of the slots."""
 
 
 def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
@@ -32,77 +34,49 @@ def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
     num_ids = topk_ids.numel()
     plan = dense(plan_to_read(operands.tiles, num_ids, owner.num_experts))
     tiles = plan, topk_ids.contiguous(), dense(expert_map)
-    parts = waves_at_once(owner.num_experts, owner.num_slots, owner.expert_bytes, num_ids)
+    halves = num_ids >= IDS_OF_HALVES * owner.num_experts and owner.num_slots > 1
     own = owner.take_ahead(operands.tiles) if number == 1 else None
     early = operands.early and own is not None
     if own is None:
         own, *others = out = tiles_in_rows(owner, number, tiles)
         _wait_for_other_stream(owner, topk_ids)
-        make_resident(owner, number, tiles, row_tile, 0, out, parts=parts)
+        make_resident(owner, number, tiles, row_tile, 0, out, halves=halves)
         owner.ahead = (operands.tiles, others[0]) if others else None
     weight, experts = owner.slots[number], owner.num_experts
     operands = operands._replace(weight=weight, tiles=own, early=early, experts=experts)
-    if parts > 1:
-        yield from _streamed(operands, owner, number, tiles, row_tile, parts)
-        return
-    yield operands
-    for wave in range(1, waves_of(experts, owner.num_slots, num_ids)):
-        make_resident(owner, number, tiles, row_tile, wave, [own])
+    if not halves:
         yield operands
-
-
-def _streamed(
-    operands: GemmOperands,
-    owner: Residency,
-    number: int,
-    tiles: AnyTiles,
-    row_tile: int,
-    parts: int,
-) -> Iterator[GemmOperands]:
-    """Yield the operands of each wave, while the experts of the next ones are being copied.
-
-    The slots serve ``parts`` waves at a time. A wave takes the slots of experts that were used
-    longest ago, so it is copied once the products of the wave that is ``parts`` before it are done.
-
-    Args:
-        operands: the operands of the first wave, whose experts are in the slots.
-        owner: the slots.
-        number: the number of the weight.
-        tiles: ids, expert map and plan of the call.
-        row_tile: the row tile of the plan.
-        parts: the number of waves between which the slots are divided.
-    """
-    ids = tiles[1]
-    count = waves_of(owner.num_experts, owner.num_slots // parts, ids.numel())
-    room = [operands.tiles]
-    room += (tiles_in_rows(owner, number, tiles)[0] for _ in range(1, min(parts, count)))
-    copied: list[torch.cuda.Event | None] = [None]
-
-    def bring(wave: int) -> None:
-        with _side_stream(owner, ids) as side:
-            make_resident(owner, number, tiles, row_tile, wave, [room[wave % parts]], parts=parts)
-        copied.append(None if side is None else side.record_event())
-
-    for wave in range(1, len(room)):
-        bring(wave)
+        for wave in range(1, waves_of(experts, owner.num_slots, num_ids)):
+            make_resident(owner, number, tiles, row_tile, wave, [own])
+            yield operands
+        return
+    both = own, tiles_in_rows(owner, number, tiles)[0]
+    count = waves_of(experts, owner.num_slots // 2, num_ids)
     for wave in range(count):
-        if (event := copied[wave]) is not None:
-            torch.cuda.current_stream(ids.device).wait_event(event)
-        yield operands._replace(tiles=room[wave % parts])
-        if wave + parts < count:
-            bring(wave + parts)
+        after = wave + 1
+        if after < count:
+            with _side_stream(owner, topk_ids):
+                make_resident(owner, number, tiles, row_tile, after, [both[after % 2]], halves=True)
+        yield operands._replace(tiles=both[wave % 2])
+        _join(owner, topk_ids)
 
 
 @contextmanager
-def _side_stream(owner: Residency, x: Tensor) -> Iterator[torch.cuda.Stream | None]:
+def _side_stream(owner: Residency, x: Tensor) -> Iterator[None]:
     """Context manager: launch beside what the current stream launches from now on."""
     if not x.is_cuda:
-        yield None
+        yield
         return
     side = owner.side_stream = owner.side_stream or torch.cuda.Stream(x.device)
     side.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(side):
-        yield side
+        yield
+
+
+def _join(owner: Residency, x: Tensor) -> None:
+    """Let the current stream wait for the one beside it."""
+    if owner.side_stream is not None:
+        torch.cuda.current_stream(x.device).wait_stream(owner.side_stream)
 
 
 def _wait_for_other_stream(owner: Residency, x: Tensor) -> None:
