@@ -20,17 +20,17 @@ PACKED, FETCH, STREAM = KERNELS = ("hopper_packed", "hopper_fetch", "hopper_stre
 swap-AB kernel for few."""
 TOKEN, TOKEN_SUM = "hopper_token", "hopper_token_sum"
 """The kernels for one token, of GEMM 1 and of GEMM 2 with the weighted sum."""
-ON_DEMAND_LOAD = 6
-"""Up to this bucket (683 rows per expert), 8-bit tiles of 128 rows have a dynamic schedule:
-skipping padding outweighs running in step. Above it, few tiles have padding."""
+ON_DEMAND_LOAD = {1: 6, 2: 3}
+"""Up to this bucket (683 rows per expert, or 85), by bytes per number, tiles of 128 rows have a
+dynamic schedule: skipping padding outweighs running in step. Above it, few tiles have padding."""
 GROUP_ON_DEMAND = {1: 4, 2: 3}
 """Row tiles per band with a dynamic schedule, by bytes per number: few, since CTAs are not in
 step."""
 ROW_BYTES = 128
 """Bytes of one row of a tile in shared memory: the span of the swizzle, and the step along K."""
-GATHERED_LOAD = {1: 3, 2: 5}
-"""The first bucket in which rows are gathered (more than 42 rows per expert, or 170), by bytes per
-number; tiles of 192 rows always are. Below it, a pass over the rows costs more than it saves."""
+GATHERED_LOAD = 3
+"""The first bucket in which rows are gathered or fetched (more than 42 rows per expert). Below it,
+a pass over the rows costs more than it saves."""
 FETCH_TILE = 128
 """The row tile of the kernel that fetches rows."""
 FETCHED_ROWS = 1536
@@ -150,7 +150,7 @@ def tall_tiles(kernel: str, gemm: Gemm, block_m: int, device: Device) -> HopperT
     size, wide = gemm.itemsize, tile_widths(kernel, block_m, gemm.itemsize)
     narrow = gemm.run_at_once(block_m, wide[0] // gemm.halves, device.processors)
     block_n = wide[0 if narrow else -1]
-    by_load = size == 1 and block_m == 128 and gemm.load_class <= ON_DEMAND_LOAD
+    by_load = block_m == 128 and gemm.load_class <= ON_DEMAND_LOAD[size]
     on_demand = by_load or block_m == TALL_ROW_TILE or kernel == FETCH
     group_m = GROUP_ON_DEMAND[size] if on_demand and kernel == PACKED else 16 // size
     tiles = HopperTiles(kernel, block_m, block_n, group_m, LEAST_STAGES, on_demand)

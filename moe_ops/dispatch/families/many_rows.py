@@ -192,8 +192,7 @@ def _has_rows(kernel: str) -> Condition:
 
 
 def _many(problem: GemmProblem, _: Device) -> bool:
-    least, sizes = GATHERED_LOAD[problem.gemm.itemsize], problem.sizes
-    return sizes.load_class >= least or sizes.row_tile == TALL_ROW_TILE
+    return problem.sizes.load_class >= GATHERED_LOAD
 
 
 def _has_one_sum(problem: GemmProblem) -> bool:
