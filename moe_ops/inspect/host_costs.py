@@ -10,7 +10,7 @@ from moe_ops import checks
 from moe_ops.brief import aligned
 from moe_ops.inspect.costs import active_experts, bytes_per_expert
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.residency import Amount, parse_amount, waves_of
+from moe_ops.residency import Amount, parse_amount, wave_slots, waves_of
 from moe_ops.scheme import Scheme
 
 HIT_RATES = (0.5, 0.75, 0.9, 0.95, 0.99)
@@ -119,7 +119,8 @@ def host_costs(
     for tokens in num_tokens if count < experts else ():
         wanted = active_experts(config, tokens)
         us = 1e6 * wanted * size / (host_gbps * 1e9) / tokens
-        waves = waves_of(experts, count, tokens * config.experts_per_token)
+        ids = tokens * config.experts_per_token
+        waves = waves_of(experts, wave_slots(experts, count, ids), ids)
         missed = tuple(us * (1 - rate) for rate in HIT_RATES)
         times.append(LinkTime(tokens, wanted, waves, missed, us, min(1.0, count / wanted)))
     streams = (n for n in range(1, MOST_TOKENS) if active_experts(config, n) > count)

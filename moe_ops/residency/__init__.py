@@ -7,7 +7,7 @@ at most K experts.
 
 from moe_ops.residency.amount import Amount, parse_amount
 from moe_ops.residency.slots import Residency, open_residencies, residency_of
-from moe_ops.residency.state import OffloadStats, StateLayout, waves_of
+from moe_ops.residency.state import OffloadStats, StateLayout, wave_slots, waves_of
 
 __all__ = [
     "Amount",
@@ -17,5 +17,6 @@ __all__ = [
     "open_residencies",
     "parse_amount",
     "residency_of",
+    "wave_slots",
     "waves_of",
 ]

@@ -21,6 +21,8 @@ counters; the address of a copy of the counters that the host reads (0: none). T
 see `StateLayout`."""
 COUNTERS = 4
 """Number of counters, which begin at `HITS`."""
+IDS_OF_HALVES = 8
+"""Slots an expert from which on a call on a GPU has waves of half of the slots."""
 
 
 class OffloadStats(NamedTuple):
@@ -114,3 +116,9 @@ class StateLayout(NamedTuple):
 def waves_of(num_experts: int, num_slots: int, num_ids: int) -> int:
     """The largest number of waves that a routing of ``num_ids`` slots may want."""
     return -(-min(num_experts, num_ids) // num_slots)
+
+
+def wave_slots(num_experts: int, num_slots: int, num_ids: int) -> int:
+    """The most experts of a wave, on a GPU, in a routing of ``num_ids`` slots."""
+    streams = num_ids >= IDS_OF_HALVES * num_experts and num_slots > 1
+    return num_slots // 2 if streams else num_slots

@@ -233,18 +233,18 @@ def test_explained_tiles_are_those_that_run(
 
 def test_experts_in_host_memory():
     """Bytes on both sides, the link's time by hits, and where streaming begins."""
-    found = moe_ops.explain(QWEN, FP8, device="sm_90", num_tokens=(1, 64), resident=0.25)
+    found = moe_ops.explain(QWEN, FP8, device="sm_90", num_tokens=(1, 64, 128), resident=0.25)
     one = found.costs[0].weight_bytes // 8
     host = found.host
     assert (host.resident, host.num_experts, host.host_gbps) == (32, 128, 50.0)
     assert host.device_bytes == pytest.approx(32 * one, rel=1e-6)
     assert host.host_bytes == pytest.approx(128 * one, rel=1e-6)
-    first, many = host.times
+    first, many, streams = host.times
     assert first.us_per_token[0] == pytest.approx(8 * one / 50e3 / 2, rel=1e-6)
     assert many.us_per_token[-1] == pytest.approx(
         found.costs[1].weight_bytes / 50e3 / 64 / 100, rel=1e-6
     )
-    assert (first.waves, many.waves, host.streams_from) == (1, 4, 5)
+    assert (first.waves, many.waves, streams.waves, host.streams_from) == (1, 4, 8, 5)
     assert first.no_hits_us_per_token == pytest.approx(8 * one / 50e3, rel=1e-6)
     assert first.most_hits == 1 and many.most_hits == pytest.approx(32 / many.wanted_experts)
     text = str(host).splitlines()

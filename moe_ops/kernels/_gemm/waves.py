@@ -14,10 +14,7 @@ from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels.residency import make_resident, tiles_in_rows
 from moe_ops.residency.slots import Residency, residency_of
-from moe_ops.residency.state import waves_of
-
-IDS_OF_HALVES = 8
-"""Slots an expert from which on a call that needs waves has waves of half of the slots."""
+from moe_ops.residency.state import wave_slots, waves_of
 
 
 def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
@@ -34,7 +31,8 @@ def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
     num_ids = topk_ids.numel()
     plan = dense(plan_to_read(operands.tiles, num_ids, owner.num_experts))
     tiles = plan, topk_ids.contiguous(), dense(expert_map)
-    halves = num_ids >= IDS_OF_HALVES * owner.num_experts and owner.num_slots > 1
+    most = wave_slots(owner.num_experts, owner.num_slots, num_ids)
+    halves = most < owner.num_slots
     own = owner.take_ahead(operands.tiles) if number == 1 else None
     early = operands.early and own is not None
     if own is None:
@@ -51,7 +49,7 @@ def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
             yield operands
         return
     both = own, tiles_in_rows(owner, number, tiles)[0]
-    count = waves_of(experts, owner.num_slots // 2, num_ids)
+    count = waves_of(experts, most, num_ids)
     for wave in range(count):
         after = wave + 1
         if after < count:
