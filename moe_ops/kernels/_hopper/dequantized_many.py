@@ -40,7 +40,7 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
     """The copying warp: copy every tile of both operands, in the order of the products."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     OF_BOX: gl.constexpr = BOX_ROWS // C.PART_ROWS
-    BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
+    BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * C.ROW_ITEM
     number = gl.to_tensor(0)
     turn = first_turn()
     m, n, expert, _, parts = hear(queue, number, 1)
