@@ -191,15 +191,16 @@ def add_groups(ring, stage, sums, FIRST: gl.constexpr, ROWS: gl.constexpr, C: gl
     UNITS: gl.constexpr = C.UNITS
     PIECES: gl.constexpr = len(sums[0])
     p, added = sums[UNITS], ()
-    w = fp8_chunk(load_words(ring, stage, 0, FIRST, C)[0], DOT)
+    coming = load_words(ring, stage, 0, FIRST, C)[0]
     for i in gl.static_range(UNITS):
-        p = add_chunk(ring, stage, 0, w, p, ROWS, C, False)
-        w = fp8_chunk(load_words(ring, stage, 1, FIRST + i, C)[0], DOT)
-        p = add_chunk(ring, stage, 1, w, p, ROWS, C)
         scale = group_scales(load_scales(ring, stage, 0, FIRST + i, C)[0])
-        if i + 1 < UNITS:
-            p = waited(PIECES, p)
-            w = fp8_chunk(load_words(ring, stage, 0, FIRST + i + 1, C)[0], DOT)
+        for chunk in gl.static_range(CHUNKS):
+            w = fp8_chunk(coming, DOT)
+            p = add_chunk(ring, stage, chunk, w, p, ROWS, C, chunk > 0)
+            if chunk + 1 < CHUNKS:
+                coming = load_words(ring, stage, chunk + 1, FIRST + i, C)[0]
+            elif i + 1 < UNITS:
+                coming = load_words(ring, stage, 0, FIRST + i + 1, C)[0]
         p = waited(0, p)
         more = ()
         for j in gl.static_range(PIECES):
