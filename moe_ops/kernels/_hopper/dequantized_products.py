@@ -22,8 +22,8 @@ from moe_ops.kernels._hopper.dequantized_stage import (
     unit_of,
 )
 from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
-from moe_ops.kernels._hopper.fragments import UNIT, dequantized, scale_rows
 from moe_ops.kernels._hopper.fp8_fragments import fp8_chunk, group_scales
+from moe_ops.kernels._hopper.fragments import UNIT, dequantized, scale_rows
 from moe_ops.kernels._hopper.ring import next_turn, stage_to_read
 from moe_ops.kernels._runtime.slots import HEADER
 

@@ -1,13 +1,12 @@
 """Packed 4-bit integers as fp8 fragments of WGMMA, and the scales of their groups along K.
 
 From -8 to 7 integers are exact in e4m3, whose smallest numbers are equally spaced: a byte from 0 to
-15 is that many times 2 ** -SPACING. So the nibble of an integer, without its sign, is an fp8 number
-already. Sums are too small by that factor, which `fragments.restoring` undoes.
+15 is that many times 2 ** -9. So the magnitude of an integer is an fp8 number as it lies. Sums are
+too small by that factor, which `fragments.restoring` undoes.
 
-A thread's operand has four numbers of 16 along K, from column ``4 * c`` on in lane c of four. A word
-has the columns 2c, 2c + 8, 2c + 1, 2c + 9 there, byte after byte. So column ``x`` of 16 is the
-``2 * (x % 8) + x // 8``-th that is multiplied, and rows have their columns in that order: see
-`pack`.
+Of 16 numbers along K, lane c of four multiplies those from ``4 * c`` on, byte after byte. In its
+word lie the columns 2c, 2c + 8, 2c + 1 and 2c + 9. So column x is multiplied at the place
+``2 * (x % 8) + x // 8``, and rows have their columns in that order: see `pack`.
 """
 
 from triton.experimental import gluon
