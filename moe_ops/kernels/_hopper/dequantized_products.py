@@ -201,6 +201,8 @@ def add_groups(ring, stage, sums, FIRST: gl.constexpr, ROWS: gl.constexpr, C: gl
                 coming = load_words(ring, stage, chunk + 1, FIRST + i, C)[0]
             elif i + 1 < UNITS:
                 coming = load_words(ring, stage, 0, FIRST + i + 1, C)[0]
+        if i + 1 == UNITS:
+            fence_async_shared()  # or the last scales might be read after the release
         p = waited(0, p)
         more = ()
         for j in gl.static_range(PIECES):
