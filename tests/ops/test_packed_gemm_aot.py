@@ -175,6 +175,9 @@ def test_products_in_fp8(activation, sizes, gemms):
     for kernel in check("int4_w4a8_g128", 128, activation, sizes, gemms=gemms, stored=False):
         products = re.findall(r"wgmma\.mma_async\S*", kernel.asm["ptx"])
         assert products and all(name.endswith("k32.f32.e4m3.e4m3") for name in products)
+        fenced = re.findall(r"commit_group(?:(?!wgmma).)*fence\.proxy(?:(?!wgmma).)*wgmma\.wait",
+                            kernel.asm["ptx"], re.DOTALL)  # fmt: skip
+        assert len(fenced) == 2 * 4  # once in the loop of each warp group and number of rows
         code = aot.disassembled(kernel)
         assert code.count("QGMMA") == len(products) > code.count("PRMT") / 2
 

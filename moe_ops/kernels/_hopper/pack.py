@@ -1,8 +1,8 @@
 """Triton kernels that gather rows into the padded row order of a tile plan, for TMA to copy tiles.
 
 `pack_rows` copies rows as they are, `quantize_rows` quantizes them while gathering. Both can hold
-fp8 numbers in bf16, or riffle columns for `fp8_fragments`: of each 16, those of the first half and
-of the second one alternate.
+fp8 numbers in bf16, or riffle columns for `fp8_fragments`: columns of the first half of each 16
+alternate with columns of the second half.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _sources(plan, row, used, num_slots, TOP_K: tl.constexpr):
 def _load_columns(a, real, first, K: tl.constexpr, COLS: tl.constexpr, RIFFLED: tl.constexpr):
     """COLS columns of rows ``a`` (pointers) from ``first`` on; zeros past K and of other rows.
 
-    Those of a thread lie side by side in memory, riffled or not.
+    A thread loads and stores neighbours in memory, riffled or not.
     """
     if RIFFLED:
         half = tl.arange(0, COLS // 2)
