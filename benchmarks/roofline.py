@@ -16,8 +16,8 @@ from matplotlib.lines import Line2D
 
 import moe_ops
 from moe_ops.bench.harness import HARDWARE
-from moe_ops.bench.layer import math_of
 from moe_ops.bench.problems import Problem, load_problems
+from moe_ops.inspect.costs import math_of
 from moe_ops.scheme import Scheme
 
 OURS = "moe_ops"

@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_ops import ops
 from moe_ops.bench.command import parser, print_row
 from moe_ops.bench.harness import Row, default_device, floor_us, measure, record_path, write_rows
-from moe_ops.bench.layer import math_of, moe_ops_layer
+from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan, plan_gemm
 from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.inspect.costs import math_of
 from moe_ops.inspect.scratch import problem_of_call
 
 MODELS, TOKENS = "qwen3-30b,mixtral", "1,64,4096"

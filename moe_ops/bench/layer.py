@@ -49,7 +49,7 @@ from moe_ops.bench.problems import (
     reference_rows,
 )
 from moe_ops.bench.stage_profile import ProfileRow, print_profile, profile_row
-from moe_ops.scheme import Scheme
+from moe_ops.inspect.costs import math_of
 
 SAMPLED_TOKENS = 64
 MAX_REL_ERR = {"bf16": 0.02, "fp8": 0.1}
@@ -94,11 +94,6 @@ IMPLS: ChainMap[str, Callable[[Experts, Inputs], Call]] = ChainMap(
 OURS = ("moe_ops", INVARIANT, PLAIN)
 """This library's implementations, which run every scheme. (Batch-invariant mode does not run
 schemes with a scale shared by all tokens.)"""
-
-
-def math_of(scheme: Scheme) -> str:
-    """The dtype of the products, as `moe_ops.inspect.devices` names it; int8 counts as fp8."""
-    return "bf16" if scheme.activation is None or scheme.dequantizes_both else "fp8"
 
 
 def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float | None:

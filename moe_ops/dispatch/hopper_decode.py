@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -88,6 +88,18 @@ def dequantizes(scheme: Scheme, dtype: torch.dtype) -> bool:
     return quant.scale == "input" or (SCALE_BITS[quant.scale] == 8 and dtype == torch.bfloat16)
 
 
+def multiplies_fp8(kernel: str, scheme: Scheme) -> bool:
+    """Whether a kernel multiplies fp8 rows in fp8, in which integers of 4 bits are exact.
+
+    That takes half as long as in bf16. Scales multiply the sums of a stage then, so each is one of
+    a whole stage, or of several. Few rows wait for the weights, however they are multiplied.
+    """
+    quant = cast(Quant, scheme.weight)
+    whole = quant.scale == "e4m3" and (quant.shared_cols or 1) % STAGE_K == 0
+    integers = quant.element.name == "int4" and not quant.zero_point
+    return kernel == DECODE_MANY and scheme.activation is not None and integers and whole
+
+
 def few_ctas(block_m: int, tiles: float, device: Device) -> int:
     """CTAs per SM of the kernel for few rows.
 
@@ -147,37 +159,39 @@ def multiplying_groups(tiles: HopperTiles) -> int:
     return 2 if tiles.kernel == DECODE_MANY or tiles.block_m == 64 else 1
 
 
-def most_decode_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
+def most_decode_stages(tiles: HopperTiles, scheme: Scheme, device: Device) -> int:
     """The largest stage count that fits."""
+    quant = cast(Quant, scheme.weight)
     boxes = [tiles.block_n // CHUNK * nbytes for nbytes in unit_bytes(quant)]
-    stage = sum(nbytes * places(nbytes) for nbytes in boxes) + tiles.block_m * STAGE_K * 2
+    rows = tiles.block_m * STAGE_K * (1 if multiplies_fp8(tiles.kernel, scheme) else 2)
+    stage = sum(nbytes * places(nbytes) for nbytes in boxes) + rows
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage
     beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32) * multiplying_groups(tiles)
     return ((device.shared_memory + RESERVED_BYTES) // tiles.ctas - beside) // stage
 
 
-def few_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
+def few_tiles(gemm: Gemm, scheme: Scheme, device: Device) -> HopperTiles:
     """Tiles of the kernel for few rows."""
     direct = is_direct(gemm.num_slots, gemm.num_experts)
     experts = gemm.num_slots if direct else uniform_experts(gemm)
     blocks = cdiv(gemm.halves * gemm.n, FEW_WEIGHT_ROWS)
     ctas = few_ctas(gemm.row_tile, experts * blocks, device)
     tiles = HopperTiles(DECODE_FEW, gemm.row_tile, FEW_WEIGHT_ROWS, 1, LEAST_STAGES, ctas=ctas)
-    return with_stages(tiles, quant, device)
+    return with_stages(tiles, scheme, device)
 
 
-def many_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
+def many_tiles(gemm: Gemm, scheme: Scheme, device: Device) -> HopperTiles:
     """Tiles of the kernel for many rows."""
     rows = gemm.row_tile
     tiles = HopperTiles(DECODE_MANY, rows, MANY_WEIGHT_ROWS, 8, LEAST_STAGES, on_demand=True)
-    return with_stages(tiles, quant, device)
+    return with_stages(tiles, scheme, device)
 
 
-def with_stages(tiles: HopperTiles, quant: Quant, device: Device) -> HopperTiles:
+def with_stages(tiles: HopperTiles, scheme: Scheme, device: Device) -> HopperTiles:
     """The tiles with as many stages as fit and bring anything."""
     most = FEW_STAGES if tiles.kernel == DECODE_FEW else MANY_STAGES
-    return replace(tiles, num_stages=min(most, most_decode_stages(tiles, quant, device)))
+    return replace(tiles, num_stages=min(most, most_decode_stages(tiles, scheme, device)))
 
 
 def uniform_experts(gemm: Gemm) -> float:

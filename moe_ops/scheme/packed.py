@@ -191,7 +191,8 @@ def bits_spread(quant: Quant) -> bool:
 def dequantizes_rows(scheme: Scheme) -> bool:
     """Whether activations are dequantized too: fp8 with one scale per row, under other weights.
 
-    Kernels multiply their numbers in bf16, and the sums by the scales of the rows.
+    Kernels multiply their numbers in bf16, or with many rows under int4 in fp8, and the sums by the
+    scales of the rows.
     """
     quant, both = scheme.activation, scheme.dequantizes_both
     return quant is not None and both and quant.element.name == "fp8" and quant.per_row

@@ -17,7 +17,14 @@ from moe_ops.dispatch.families import BY_NAME, FAMILIES, blackwell, portable
 from moe_ops.dispatch.families.base import BOXES
 from moe_ops.dispatch.gemm_plan import passed_over
 from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN, TOKEN_SUM, HopperTiles
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
+from moe_ops.dispatch.hopper_decode import (
+    DECODE_FEW,
+    DECODE_MANY,
+    DECODE_SLOT,
+    DECODE_SUM,
+    most_decode_stages,
+    multiplies_fp8,
+)
 from moe_ops.dispatch.problem import EACH, STORED, without_sum
 from moe_ops.dispatch.row_tiles import routed_among, row_tile_rule
 from moe_ops.dispatch.tiles import TileConfig, one_row_tile, plan_sizes
@@ -341,6 +348,18 @@ def test_what_was_passed_over():
     }
     with pytest.raises(NotImplementedError, match="GEMM on sm_80, got mxfp4_w4a16 in the packed"):
         passed_over(packed, refused)
+
+
+def test_products_in_fp8():
+    """Integers in e4m3 under rows in it, whose groups are stages or more; rows half as large."""
+    names = (
+        "int4_w4a8_g128", "int4_w4a8_g256", "int4_w4a8_g32", "mxfp4_w4a8_token", "int4_w4a16_g128",
+    )  # fmt: skip
+    schemes = [moe_ops.get_scheme(name) for name in names]
+    assert [s.name for s in schemes if multiplies_fp8(DECODE_MANY, s)] == [*names[:2]]
+    assert not any(multiplies_fp8(DECODE_FEW, s) for s in schemes)
+    tiles = HopperTiles(DECODE_MANY, 128, 256, 8, 2)
+    assert [most_decode_stages(tiles, s, HOPPER) for s in schemes] == [6, 6, 4, 4, 4]
 
 
 def test_every_launcher_is_there():

@@ -50,14 +50,15 @@ def many(num_stages=3, group_m=8, **more):
 def test_every_trial_has_a_plan(scheme, tokens):
     """The default comes first, and all trials fit."""
     layer = subject(scheme)
-    quant = get_scheme(scheme).weight
     found = layer.candidates(tokens)
     assert layer.in_fragments(1) and layer.in_fragments(2)
     for trial in found:
         problem = layer.problem(tokens, trial.gemm)._replace(summed=False)
         plan = plan_gemm(problem, H200, config=trial.tiles)
         assert (plan.kernel, plan.config, plan.source) == (trial.tiles.kernel, trial.tiles, "given")
-        assert trial.tiles.num_stages <= min(6, most_decode_stages(trial.tiles, quant, H200))
+        assert trial.tiles.num_stages <= min(
+            6, most_decode_stages(trial.tiles, get_scheme(scheme), H200)
+        )
     for which in (1, 2):
         problem = layer.problem(tokens, which)._replace(summed=False)
         start = layer.beginnings(tokens, which)[0]
@@ -87,7 +88,7 @@ def test_steps_of_the_kernel_for_few_rows(rows, ctas):
     near = {size: [t.tiles for t in layer.neighbours(start, size)] for size in DIMENSIONS}
     assert {t.ctas for t in near["ctas"]} == ctas - {start.tiles.ctas}
     for tiles in (start.tiles, *near["ctas"]):
-        most = most_decode_stages(tiles, get_scheme(MXFP4).weight, H200)
+        most = most_decode_stages(tiles, get_scheme(MXFP4), H200)
         assert tiles.num_stages == min(6, most)
         more = layer.neighbours(Trial(256, 1, tiles), "num_stages")
         assert all(trial.tiles.num_stages <= min(6, most) for trial in more)

@@ -18,6 +18,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed, device_facts
 from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN
+from moe_ops.inspect.costs import math_of
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, wanted_format
 from moe_ops.support import ARCHITECTURES, SUPPORT
@@ -104,6 +105,12 @@ def test_costs(scheme, tokens, nbytes, flops, floor):
     activated = 768 * (2 if scheme == "unquantized" else 1)
     assert cost.intermediate_bytes == 2 * 8 * tokens * (activated + 2048 * 2)
     assert cost.floor_us == pytest.approx(floor, rel=1e-6)
+
+
+def test_lower_bounds_count_the_fastest_products():
+    """fp8 rows under int4 weights are multiplied in fp8 by one kernel, under MXFP4 by none."""
+    kinds = {"int4_w4a8_g128": "fp8", "mxfp4_w4a8_token": "bf16", "int4_w4a16_g128": "bf16"}
+    assert {name: math_of(moe_ops.get_scheme(name)) for name in kinds} == kinds
 
 
 def test_biases_are_read_too():

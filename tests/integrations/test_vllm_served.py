@@ -20,8 +20,9 @@ from vllm_serve import CPU, TOKENS, served
 
 from moe_ops.bench import problems
 from moe_ops.bench.harness import relative_error
-from moe_ops.bench.layer import MAX_REL_ERR, math_of
+from moe_ops.bench.layer import MAX_REL_ERR
 from moe_ops.demo import MODEL
+from moe_ops.inspect.costs import math_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 EAGER = {"dtype": "bfloat16", "enforce_eager": True}

@@ -81,8 +81,8 @@ def test_pack(width, dtype, groups, device):
     ),
 )
 def test_quantize_packed(scheme, dtype, width, device):
-    """Bitwise as quantized, then packed."""
-    from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
+    """Bitwise as quantized, then packed; riffled columns are those of both halves of each 16."""
+    from moe_ops.kernels._hopper.pack import RIFFLED, pack_rows, quantize_rows
 
     quant = get_scheme(scheme).activation
     x, *_, ids, _, _, _ = make_inputs(Problem(21, 5, 2, 1100, 16, dtype, routing="holes"), device)
@@ -101,6 +101,14 @@ def test_quantize_packed(scheme, dtype, width, device):
     used = int(used)
     assert torch.equal(found[0][:used][real].float(), expected[0][:used][real].float())
     assert torch.equal(found[1][:, :used][:, real], expected[1][:, :used][:, real])
+    if width % 16 == 0:
+        for rows, scales in (
+            pack_rows(q, scale, *sizes, RIFFLED),
+            quantize_rows(x, given, quant, *sizes, RIFFLED),
+        ):
+            rows = rows.float().unflatten(1, (-1, 8, 2)).transpose(2, 3).flatten(1)
+            assert torch.equal(rows[:used][real], expected[0][:used][real].float())
+            assert torch.equal(scales[:, :used][:, real], expected[1][:, :used][:, real])
 
 
 class Twins:

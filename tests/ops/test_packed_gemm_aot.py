@@ -147,9 +147,9 @@ def test_half_precision(scheme, tile, gemms):
 
 UNDER = [
     *half_exhaustive(UNDER_FP8, [16, 32, 64], [FIRST, SECOND]),
-    *(pytest.param(scheme, 128, BOTH, marks=pytest.mark.exhaustive) for scheme in UNDER_FP8),
+    pytest.param("mxfp4_w4a8_token", 128, BOTH, marks=pytest.mark.exhaustive),
 ]
-"""Tiles of 128 rows have other sizes below."""
+"""Of the other scheme tiles of 128 rows are below."""
 
 
 @pytest.mark.parametrize(("scheme", "tile", "gemms"), UNDER)
@@ -157,16 +157,29 @@ def test_under_fp8(scheme, tile, gemms):
     check(scheme, tile, gemms=gemms, stored=tile % 64 != 0)
 
 
+@pytest.mark.exhaustive
+def test_under_fp8_of_other_sizes():
+    check("int4_w4a8_g128", 16, "swigluoai", (2880, 2880), stored=False)
+
+
 @pytest.mark.parametrize(
-    ("tile", "gemms"),
+    ("activation", "sizes", "gemms"),
     [
-        (128, FIRST),
-        pytest.param(128, SECOND, marks=pytest.mark.exhaustive),
-        pytest.param(16, BOTH, marks=pytest.mark.exhaustive),
+        ("silu", (2048, 768), FIRST),
+        pytest.param("silu", (2048, 768), SECOND, marks=pytest.mark.exhaustive),
+        pytest.param("swigluoai", (2880, 2880), BOTH, marks=pytest.mark.exhaustive),
     ],
 )
-def test_under_fp8_of_other_sizes(tile, gemms):
-    check("int4_w4a8_g128", tile, "swigluoai", (2880, 2880), gemms=gemms, stored=False)
+def test_products_in_fp8(activation, sizes, gemms):
+    """Bytes of a decoded word are multiplied as they lie, and no bits are moved among them."""
+    for kernel in check("int4_w4a8_g128", 128, activation, sizes, gemms=gemms, stored=False):
+        products = re.findall(r"wgmma\.mma_async\S*", kernel.asm["ptx"])
+        assert products and all(name.endswith("k32.f32.e4m3.e4m3") for name in products)
+        fenced = re.findall(r"commit_group(?:(?!wgmma).)*fence\.proxy(?:(?!wgmma).)*wgmma\.wait",
+                            kernel.asm["ptx"], re.DOTALL)  # fmt: skip
+        assert len(fenced) == 2 * 4  # once in the loop of each warp group and number of rows
+        code = aot.disassembled(kernel)
+        assert code.count("QGMMA") == len(products) > code.count("PRMT") / 2
 
 
 @pytest.mark.parametrize("tile", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
@@ -212,6 +225,7 @@ def test_overwritten_operands_are_seen():
     late = [line, other, "WARPGROUP.DEPBAR.LE gsb0, 0x1", safe[2]]
     assert not aot.overwritten(late)
     assert aot.overwritten([*late, "LDS.128 R48, [R2]"])
+    assert aot.overwritten([line.replace("HGMMA", "QGMMA"), safe[2]])
     assert aot.overwritten([line, "LDS.128 R40, [R2]"]) and not aot.overwritten(
         [line, "STS [R2], R41"]
     )

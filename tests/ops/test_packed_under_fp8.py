@@ -25,7 +25,8 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper_decode import DECODE_SLOT
+from moe_ops.dispatch.hopper import HopperTiles
+from moe_ops.dispatch.hopper_decode import DECODE_MANY, DECODE_SLOT, multiplies_fp8
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
@@ -43,7 +44,7 @@ if INTERPRETED:
     from moe_ops.kernels._gemm.run import launcher
 
 
-def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, programs=3):
+def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, programs=3, config=None):
     """The operator's result; in the interpreter, that of Hopper's kernel.
 
     ``rows``: numbers and scales, or rows that the operator quantizes and None.
@@ -60,7 +61,7 @@ def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, progra
         "expert_product", a=rows[0], a_scale=rows[1], w=q.data, w_scale=q.scale, tiles=tiles,
         top_k=k, scheme=scheme, activation=activation, out_dtype=dtype, boxes=True,
     )  # fmt: skip
-    plan = plan_gemm(problem, NO_GPU)
+    plan = plan_gemm(problem, NO_GPU, config=config)
     assert BY_NAME[plan.kernel].fragments
     assert plan.quantizes_rows == (rows[1] is None)
     operands = GemmOperands(*rows, weight_of(q, bias), None, tiles)
@@ -145,6 +146,40 @@ def test_tiles_that_are_partly_full(tile):
         later = matmul((x, None), packed, None, tiles, 1, scheme, programs=5)
         head = (data, scale, q.data, q.scale, q.global_scale, None, [*tiles])
         expected = scaled_product(reference, *head, 1, scheme, BF16)
+    assert_matches_reference(actual, exact.rounded(BF16), expected)
+    assert torch.equal(actual, later)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tiles are given to the interpreter")
+@pytest.mark.parametrize(
+    "config",
+    [
+        HopperTiles(DECODE_MANY, 64, 256, 4, 3, on_demand=True),
+        HopperTiles(DECODE_MANY, 128, 256, 3, 2),
+    ],
+)
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("scheme", ["int4_w4a8_g128", "int4_w4a8_g256"])
+def test_products_in_fp8(scheme, activation, config):
+    """The kernel for many rows: groups of one stage and of two, a last stage that is half empty."""
+    assert multiplies_fp8(config.kernel, get_scheme(scheme))
+    tile, g = config.block_m, torch.Generator().manual_seed(0)
+    ids, n, k = ids_of((1, tile // 2, 2 * tile + 1, 0, tile), 1), 384, 320
+    x = torch.randn(len(ids), k, generator=g).bfloat16()
+    x *= torch.logspace(-3, 3, len(x))[:, None].bfloat16()
+    q = quantize_weight((torch.randn(5, n, k, generator=g) / k**0.5).bfloat16(), scheme)
+    data, scale, numbers = quantized_rows(x, get_scheme(scheme).activation)
+    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, None, ids, 1)
+    if activation:
+        exact = exact.activated(formula(activation))
+    call = (1, scheme)
+    with row_tile(tile, NO_GPU, portable_only=False):
+        tiles = planned(ids, None, 5, scheme)
+        head, more = (pack_weight(q, scheme), None, tiles, *call), {"activation": activation}
+        actual = matmul((data, scale), *head, **more, programs=5, config=config)
+        later = matmul((x, None), *head, **more, programs=5, config=config)
+        head = (data, scale, q.data, q.scale, q.global_scale, None, [*tiles])
+        expected = scaled_product(reference, *head, *call, BF16, activation)
     assert_matches_reference(actual, exact.rounded(BF16), expected)
     assert torch.equal(actual, later)
 

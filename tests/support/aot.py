@@ -297,7 +297,7 @@ def overwritten(code: list[str]) -> bool:
     """
     groups: list[set[int]] = [set()]
     for line in code:
-        if product := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", line):
+        if product := re.match(r"[HQ]GMMA\S* R\d+, R(\d+), gdesc", line):
             groups[-1] |= set(range(int(product[1]), int(product[1]) + 4))
             if "gsb0" in line:
                 groups.append(set())
@@ -368,7 +368,7 @@ def releases_one_stage(kernel: Any) -> bool:
 def _written(line: str) -> set[int]:
     """Registers that an instruction writes: of its first operand, if that is a register."""
     found = re.match(r"(?:@\S+ )?([A-Z][\w.]*) R(\d+),", line)
-    if found is None or found[1].startswith("HGMMA"):
+    if found is None or found[1].startswith(("HGMMA", "QGMMA")):
         return set()
     bits, parts = re.search(r"\.(64|128)\b", found[1]), re.search(r"\.M88\.(\d)", found[1])
     first, count = int(found[2]), int(bits[1]) // 32 if bits else 1

@@ -74,9 +74,12 @@ def inline_asm(
         return Value((args[0].data & 0xFF) | ((args[0].data & 0xFF00) << 8))
     if name == "lop3":
         word, mask, bits = (a.data for a in args)
-        table = asm.split()[-1]
-        assert table in ("0xEA;", "0x6A;"), "the tables of (x & y) | z and of (x & y) ^ z"
-        return Value((word & mask) | bits if table == "0xEA;" else (word & mask) ^ bits)
+        tables = {
+            "0xEA;": (word & mask) | bits,
+            "0x6A;": (word & mask) ^ bits,
+            "0xE2;": (word & mask) | (bits & ~mask),
+        }
+        return Value(tables[asm.split()[-1]])
     lanes = LANES[kinds[-1]]
     x, y, *z = (a.data.contiguous().view(lanes) for a in args)
     if name == "fma":  # exact in float64, but for the last rounding

@@ -130,7 +130,7 @@ class Dequantizing(Persistent):
 
     def most_stages(self, tiles: HopperTiles, problem: GemmProblem, device: Device) -> int:
         """The most stages that fit."""
-        return most_decode_stages(tiles, _weight_quant(problem), device)
+        return most_decode_stages(tiles, get_scheme(problem.scheme), device)
 
 
 def _few_groups(problem: GemmProblem) -> Sequence[int]:
@@ -144,7 +144,7 @@ MANY = Dequantizing(
     LAUNCHER,
     (FRAGMENTS, NO_SUM),
     (*CONDITIONS, PLANNED),
-    lambda problem, device: many_tiles(problem.sizes, _weight_quant(problem), device),
+    lambda problem, device: many_tiles(problem.sizes, get_scheme(problem.scheme), device),
     preferred=(
         Condition(
             f"the row tile must be more than {max(FEW_CTAS)}",
@@ -164,7 +164,7 @@ FEW = Dequantizing(
     LAUNCHER,
     (FRAGMENTS, NO_SUM),
     CONDITIONS,
-    lambda problem, device: few_tiles(problem.sizes, _weight_quant(problem), device),
+    lambda problem, device: few_tiles(problem.sizes, get_scheme(problem.scheme), device),
     buffers=_widened,
     groups=_few_groups,
     enough=FEW_STAGES,

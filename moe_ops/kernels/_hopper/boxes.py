@@ -65,9 +65,10 @@ def descriptor(
 ) -> TensorDescriptor:
     """The TMA descriptor of a tensor, or of a view with ``shape`` and ``strides`` of its memory.
 
-    A box has a 128-byte swizzle in shared memory, if it is ``swizzled``.
+    A box has a swizzle of its rows' bytes in shared memory, at most 128, if it is ``swizzled``.
     """
-    layout = _layout(ROW_BYTES if swizzled else 0, 8 * x.itemsize, len(box))
+    width = min(ROW_BYTES, box[-1] * x.itemsize) if swizzled else 0
+    layout = _layout(width, 8 * x.itemsize, len(box))
     base = Base(x.data_ptr(), x.dtype)
     return TensorDescriptor(
         base, list(shape or x.shape), list(strides or x.stride()), list(box), layout

@@ -16,6 +16,7 @@ from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
     STAGE_K,
+    multiplies_fp8,
     multiplying_groups,
     places,
     stage_bytes,
@@ -32,7 +33,7 @@ from moe_ops.kernels._hopper.dequantized_few import copying_registers, hopper_de
 from moe_ops.kernels._hopper.dequantized_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.dequantized_products import ALONE
 from moe_ops.kernels._hopper.layout import TiledLayout
-from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
+from moe_ops.kernels._hopper.pack import RIFFLED, WIDE, pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, dense_vectors
@@ -52,7 +53,9 @@ class DequantizedConstants(TiledLayout):
     APART: int
     """Units of 64 rows from a gate row to its up row; 0: they alternate, or there is no gate."""
     HALF: bool
-    """Whether rows are fp16, else bf16."""
+    """Whether rows are fp16, else bf16 or fp8."""
+    FP8: bool
+    """Whether rows are fp8, and weights become fp8: see `multiplies_fp8`."""
     BITS: int
     """Bits of a stored number: 4 or 8."""
     EXPONENT: int
@@ -95,6 +98,11 @@ class DequantizedConstants(TiledLayout):
     def HALVES(self) -> int:  # noqa: N802 (a constant of the kernel)
         """Parts of the weight that a stage copies from: 2 if gate and up rows are apart, else 1."""
         return 2 if self.APART else 1
+
+    @property
+    def ROW_ITEM(self) -> int:  # noqa: N802
+        """Bytes of a number of a row."""
+        return 1 if self.FP8 else 2
 
     @property
     def PART_ROWS(self) -> int:  # noqa: N802
@@ -183,8 +191,9 @@ def dequantized_constants(
     apart = gated and not rule.interleaved
     stage_units, warp_groups = tiles.block_n // CHUNK, multiplying_groups(tiles)
     cols = quant.shared_cols or (EVERY_COLUMN if quant.zero_point else 0)
+    fp8 = multiplies_fp8(tiles.kernel, get_scheme(problem.scheme))
     scaled = "rows" if not cols else "weights"
-    if (
+    if fp8 or (
         tiles.kernel == DECODE_FEW
         and tiles.block_m <= ALONE.value
         and cols >= STAGE_K
@@ -201,6 +210,7 @@ def dequantized_constants(
         APART=sizes.n // CHUNK if apart else 0,
         WEIGHT_ROWS=problem.weight[1],
         HALF=variant.half,
+        FP8=fp8,
         BITS=quant.element.stored_bits,
         EXPONENT=4 if quant.element.name == "fp8" else quant.element.exponent,
         OFFSET=quant.element.offset,
@@ -271,14 +281,15 @@ class DecodeGemm:
     def gathered(
         self, operands: GemmOperands, quant: Quant | None, plan: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Gather the rows in plan order, in 16 bits; return the rows and their scales."""
-        a, num_rows, top_k, wider = operands.a, self.num_rows, self.problem.top_k, torch.bfloat16
+        """Gather the rows in plan order, in 16 bits or in fp8; return the rows and their scales."""
+        a, rest = operands.a, (plan, num_slots, self.num_rows, self.problem.top_k)
         if quant is None:
-            return pack_rows(a, None, plan, num_slots, num_rows, top_k)
+            return pack_rows(a, None, *rest)
+        fp8 = multiplies_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
+        form = RIFFLED if fp8 else WIDE
         if a.dtype == quant.dtype:
-            scale = dense(operands.a_scale)
-            return pack_rows(a, scale, plan, num_slots, num_rows, top_k, wider)
-        return quantize_rows(a, None, quant, plan, num_slots, num_rows, top_k, wider)
+            return pack_rows(a, dense(operands.a_scale), *rest, form)
+        return quantize_rows(a, None, quant, *rest, form)
 
 
 def rows_in_16_bits(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,8 @@ As in `gathered`, one warp copies tiles of both operands into a ring, and a warp
 groups multiply, each its own units of weight rows with all rows of a tile: a weight is dequantized
 once for up to 128 rows. A warp group has two sums: while the product of one is in flight, the group
 dequantizes the weights of the other. While one warp group waits, the products of the other one keep
-the tensor cores busy.
+the tensor cores busy. With fp8 products there is one product at a time, whose sums are added to the
+warp group's outside of the tensor cores: see `dequantized_products.add_groups`.
 
 ptxas keeps the registers that a product reads until the product is waited for, as long as that
 happens in the same basic block; otherwise it would wait for every product at once (C7513). So all
@@ -40,7 +41,7 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
     """The copying warp: copy every tile of both operands, in the order of the products."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     OF_BOX: gl.constexpr = BOX_ROWS // C.PART_ROWS
-    BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
+    BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * C.ROW_ITEM
     number = gl.to_tensor(0)
     turn = first_turn()
     m, n, expert, _, parts = hear(queue, number, 1)

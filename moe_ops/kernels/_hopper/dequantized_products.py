@@ -14,8 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels._hopper.dequantized_stage import CHUNKS, load_chunk, load_scales, unit_of
+from moe_ops.kernels._hopper.dequantized_stage import (
+    CHUNKS,
+    load_chunk,
+    load_scales,
+    load_words,
+    unit_of,
+)
 from moe_ops.kernels._hopper.dequantized_store import real_slots, store_units
+from moe_ops.kernels._hopper.fp8_fragments import fp8_chunk, group_scales
 from moe_ops.kernels._hopper.fragments import UNIT, dequantized, scale_rows
 from moe_ops.kernels._hopper.ring import next_turn, stage_to_read
 from moe_ops.kernels._runtime.slots import HEADER
@@ -33,20 +40,26 @@ def widths(ROWS):
 
 
 @gluon.constexpr_function
-def group_layout(columns):
+def group_layout(columns, C):
     """Layout of a sum whose products a warp group computes together (WGMMA)."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32 // C.ROW_ITEM])
 
 
 @gluon.jit
-def add_chunk(ring, stage, chunk: gl.constexpr, w, sums, ROWS: gl.constexpr, C: gl.constexpr):
-    """Start to add the products of a chunk's weights to each piece of a unit's sums."""
+def add_chunk(
+    ring, stage, chunk: gl.constexpr, w, sums, ROWS: gl.constexpr, C: gl.constexpr,
+    ADD: gl.constexpr = True,
+):  # fmt: skip
+    """Start to add the products of a chunk's weights to each piece of a unit's sums.
+
+    Without ADD the products overwrite the pieces, see `products.product`.
+    """
     WIDTHS: gl.constexpr = widths(ROWS)
     PIECES: gl.constexpr = len(WIDTHS)
     more = ()
     for i in gl.static_range(PIECES):
         rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M + i * WIDTHS[0], WIDTHS[i], 0)
-        more += (warpgroup_mma(w, rows.permute((1, 0)), sums[i], is_async=True),)
+        more += (warpgroup_mma(w, rows.permute((1, 0)), sums[i], use_acc=ADD, is_async=True),)
     return more
 
 
@@ -158,11 +171,54 @@ def add_scaled(ring, stage, sums, C: gl.constexpr):
 
 
 @gluon.jit
+def plus_scaled(acc, p, scale):
+    """``acc`` and a product, whose rows are multiplied by ``scale``."""
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, p.type.layout)
+    return acc + p * gl.convert_layout(scale, OF_ROWS, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def add_groups(ring, stage, sums, FIRST: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
+    """Add the fp8 products of a stage, times the scales of its weight rows: by the warp group.
+
+    Hopper's fp8 tensor cores accumulate in fewer bits than float32 has: they add up a stage, and
+    the sums lie outside. While a product is under way, the weights of the next one are decoded.
+
+    ``sums``: of the units from FIRST on, and the registers of the products, in pieces.
+    """
+    LAYOUT: gl.constexpr = sums[0][0].type.layout
+    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+    UNITS: gl.constexpr = C.UNITS
+    PIECES: gl.constexpr = len(sums[0])
+    p, added = sums[UNITS], ()
+    coming = load_words(ring, stage, 0, FIRST, C)[0]
+    for i in gl.static_range(UNITS):
+        scale = group_scales(load_scales(ring, stage, 0, FIRST + i, C)[0])
+        for chunk in gl.static_range(CHUNKS):
+            w = fp8_chunk(coming, DOT)
+            p = add_chunk(ring, stage, chunk, w, p, ROWS, C, chunk > 0)
+            if chunk + 1 < CHUNKS:
+                coming = load_words(ring, stage, chunk + 1, FIRST + i, C)[0]
+            elif i + 1 < UNITS:
+                coming = load_words(ring, stage, 0, FIRST + i + 1, C)[0]
+        if i + 1 == UNITS:
+            fence_async_shared()  # or the last scales might be read after the release
+        p = waited(0, p)
+        more = ()
+        for j in gl.static_range(PIECES):
+            more += (plus_scaled(sums[i][j], p[j], scale),)
+        added += (more,)
+    return added + (p,)
+
+
+@gluon.jit
 def add_stage(
     ring, stage, sums, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Add the products of a stage to ``sums``, in the way that suits the tile."""
-    if C.SCALED == "sums":
+    if C.FP8:
+        sums = add_groups(ring, stage, sums, GROUP * C.UNITS, ROWS, C)
+    elif C.SCALED == "sums":
         sums = add_scaled(ring, stage, sums, C)
     elif C.BLOCK_M <= ALONE:
         sums = add_alone(ring, stage, sums, C)
@@ -202,7 +258,7 @@ def sums_layout(rows, C):
     """Layout of a unit's sum over ``rows`` rows of a tile."""
     if C.BLOCK_M <= ALONE:
         return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    return group_layout(rows)
+    return group_layout(rows, C)
 
 
 @gluon.jit
@@ -229,7 +285,8 @@ def multiply_tile(
     UNITS: gl.constexpr = C.UNITS
     m, n, expert = tile
     zero = no_sums(ROWS, C)
-    sums, turn = add_tile(turn, ring, (zero,) * UNITS, ROWS, GROUP, C)
+    sums = (zero,) * (UNITS + 1 if C.FP8 else UNITS)
+    sums, turn = add_tile(turn, ring, sums, ROWS, GROUP, C)
     bias, weights, row_scale = added
     for i in gl.static_range(PIECES):
         units, of_units = (), ()

@@ -42,7 +42,7 @@ def make_ring(DTYPE: gl.constexpr, descs, FILLING: gl.constexpr, C: gl.constexpr
     """
     w_desc, scale_desc, zero_desc = descs
     STAGES: gl.constexpr = C.STAGES
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(UNIT * C.ROW_ITEM, 8 * C.ROW_ITEM, rank=2)
     shape: gl.constexpr = [STAGES, CHUNKS * C.BLOCK_M, UNIT]
     rows = gl.allocate_shared_memory(DTYPE, shape, SWIZZLED)
     words = allocate_boxes(w_desc, STAGES, 1)

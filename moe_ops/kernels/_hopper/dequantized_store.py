@@ -78,6 +78,24 @@ def real_slots(slot, expert, v):
     return slot, gl.where(expert >= 0, count, 0)
 
 
+@gluon.jit
+def left_and_right(x):
+    """The halves of a matrix's columns."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLS: gl.constexpr = x.shape[1]
+    return x.reshape((ROWS, 2, COLS // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def near_and_far(x, left):
+    """The halves of what each column has one of; ``left``: half of a matrix of such columns."""
+    HALF: gl.constexpr = left.shape[1]
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, left.type.layout)
+    near, far = x.reshape((2, HALF)).permute((1, 0)).split()
+    near = gl.convert_layout(near, LAYOUT, assert_trivial=True)
+    return near, gl.convert_layout(far, LAYOUT, assert_trivial=True)
+
+
 @gluon.constexpr_function
 def wide_layout(ROWS):
     """A layout in which a thread has 16 bytes of a slot: eight rows."""
@@ -96,8 +114,8 @@ def store_columns(out, value, column, slots, C: gl.constexpr):
     COLS: gl.constexpr = value.shape[1]
     MOVED: gl.constexpr = C.UNITS == 2 and COLS > 16
     if MOVED and COLS > 32:
-        left, right = value.reshape((ROWS, 2, COLS // 2)).permute((0, 2, 1)).split()
-        near, far = slots[0].reshape((2, COLS // 2)).permute((1, 0)).split()
+        left, right = left_and_right(value)
+        near, far = near_and_far(slots[0], left)
         store_columns(out, left, column, (near, slots[1]), C)
         store_columns(out, right, column, (far, slots[1]), C)
     else:
@@ -119,8 +137,8 @@ def store_mixed(out, value, column, slots, C: gl.constexpr):
     HALF: gl.constexpr = UNIT // 2
     COLS: gl.constexpr = value.shape[1]
     if COLS > 16:
-        left, right = value.reshape((UNIT, 2, COLS // 2)).permute((0, 2, 1)).split()
-        near, far = slots[0].reshape((2, COLS // 2)).permute((1, 0)).split()
+        left, right = left_and_right(value)
+        near, far = near_and_far(slots[0], left)
         store_mixed(out, left, column, (near, slots[1]), C)
         store_mixed(out, right, column, (far, slots[1]), C)
     else:
@@ -133,6 +151,30 @@ def store_mixed(out, value, column, slots, C: gl.constexpr):
         col = column + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
         at = out + slot.to(gl.int64)[None, :] * C.N + col[:, None]
         gl.store(at, value_of_gates, mask=(slot < slots[1])[None, :] & (col < C.N)[:, None])
+
+
+@gluon.jit
+def store_gated(out, bias, scale, weight, sums, units, slots, expert, v, C: gl.constexpr):
+    """Store the activation of a unit of gate rows and the unit of their up rows.
+
+    Sums of fp8 products, 32 columns at a time: else too few registers are left for the loop before
+    them, which has the sums of a stage besides, and a word is spilled.
+    """
+    RULE: gl.constexpr = C.RULE
+    COLS: gl.constexpr = sums[0].shape[1]
+    if C.FP8 and COLS > 32:
+        g, u = left_and_right(sums[0]), left_and_right(sums[1])
+        near, far = near_and_far(slots[0], g[0])
+        scales, weights = near_and_far(scale, g[0]), (None, None)
+        if weight is not None:
+            weights = near_and_far(weight, g[0])
+        left, right = (near, slots[1]), (far, slots[1])
+        store_gated(out, bias, scales[0], weights[0], (g[0], u[0]), units, left, expert, v, C)
+        store_gated(out, bias, scales[1], weights[1], (g[1], u[1]), units, right, expert, v, C)
+    else:
+        g = finish_unit(sums[0], bias, scale, weight, expert, units[0], v, C)
+        u = finish_unit(sums[1], bias, scale, weight, expert, units[1], v, C)
+        store_columns(out, activate(g, u, RULE), units[0] * UNIT, slots, C)
 
 
 @gluon.jit
@@ -151,9 +193,7 @@ def store_units(out, bias, weights, scale, sums, units, slots, expert, v, C: gl.
         both = finish_unit(sums[0], bias, scale, weight, expert, units[0], v, C)
         store_mixed(out, both, units[0] * (UNIT // 2), slots, C)
     elif C.APART > 0:
-        g = finish_unit(sums[0], bias, scale, weight, expert, units[0], v, C)
-        u = finish_unit(sums[1], bias, scale, weight, expert, units[1], v, C)
-        store_columns(out, activate(g, u, RULE), units[0] * UNIT, slots, C)
+        store_gated(out, bias, scale, weight, sums, units, slots, expert, v, C)
     else:
         for i in gl.static_range(UNITS):
             acc = finish_unit(sums[i], bias, scale, weight, expert, units[i], v, C)

@@ -64,6 +64,8 @@ def corrects_scales(C):
 @gluon.constexpr_function
 def restoring(C):
     """The factor by which sums are too small."""
+    if C.FP8:
+        return 2.0**9  # see `fp8_fragments`
     return 2.0**SHIFT if corrects_scales(C) or equally_spaced(C) else 1.0
 
 

@@ -57,6 +57,17 @@ def flipped_lanes(word, MASK: gl.constexpr, BITS: gl.constexpr):
 
 
 @gluon.jit
+def selected_bits(word, MASK: gl.constexpr, other):
+    """Bits of ``word`` where the mask of 32 bits has ones, and of ``other`` elsewhere.
+
+    In one instruction: see `masked_lanes`.
+    """
+    mask = gl.full(word.shape, MASK, gl.int32, word.type.layout)
+    ASM: gl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xE2;"
+    return gl.inline_asm_elementwise(ASM, "=r,r,r,r", [word, mask, other], gl.int32, True, 1)
+
+
+@gluon.jit
 def spread_bytes(x):
     """Two bytes as the lanes of a word."""
     ASM: gl.constexpr = "prmt.b32 $0, $1, 0, 0x4140;"

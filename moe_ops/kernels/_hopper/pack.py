@@ -1,12 +1,14 @@
 """Triton kernels that gather rows into the padded row order of a tile plan, for TMA to copy tiles.
 
 `pack_rows` copies rows as they are, `quantize_rows` quantizes them while gathering. Both can hold
-fp8 numbers in bf16.
+fp8 numbers in bf16, or riffle columns for `fp8_fragments`: columns of the first half of each 16
+alternate with columns of the second half.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,10 +45,29 @@ def _sources(plan, row, used, num_slots, TOP_K: tl.constexpr):
     return (tl.where(real, slot, 0) // TOP_K).to(tl.int64), real
 
 
+@triton.jit
+def _load_columns(a, real, first, K: tl.constexpr, COLS: tl.constexpr, RIFFLED: tl.constexpr):
+    """COLS columns of rows ``a`` (pointers) from ``first`` on; zeros past K and of other rows.
+
+    A thread loads and stores neighbours in memory, riffled or not.
+    """
+    if RIFFLED:
+        half = tl.arange(0, COLS // 2)
+        col = first + half // 8 * 16 + half % 8
+        inside = real[:, None] & (col < K)[None, :]
+        low = tl.load(a[:, None] + col[None, :], mask=inside, other=0.0)
+        high = tl.load(a[:, None] + 8 + col[None, :], mask=inside, other=0.0)
+        x = tl.interleave(low, high)
+    else:
+        col = first + tl.arange(0, COLS)
+        x = tl.load(a[:, None] + col[None, :], mask=real[:, None] & (col < K)[None, :], other=0.0)
+    return x
+
+
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
 def _pack_kernel(
     a, a_scale, out, out_scale, plan, num_slots, num_rows, num_entries, stride_am, stride_sm,
-    K: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, RIFFLED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, GROUP_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) copies COLS columns of ROWS rows; padding rows of the result stay as is."""
@@ -58,7 +79,8 @@ def _pack_kernel(
     source, real = _sources(plan, row, used, num_slots, TOP_K)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = real[:, None] & (col < K)[None, :]
-    x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
+    first = tl.program_id(1) * COLS
+    x = _load_columns(a + source * stride_am, real, first, K, COLS, RIFFLED)
     x = x.to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * K + col[None, :], x, mask=inside)
     if GROUPS > 0:
@@ -73,7 +95,7 @@ def _pack_kernel(
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
 def _quantize_pack_kernel(
     a, static_scale, out, out_scale, plan, num_slots, num_rows, num_entries, stride_am,
-    K: tl.constexpr, TOP_K: tl.constexpr, RULE: tl.constexpr,
+    K: tl.constexpr, TOP_K: tl.constexpr, RULE: tl.constexpr, RIFFLED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) quantizes group j of ROWS rows; padding rows of the result stay as they are.
@@ -86,11 +108,12 @@ def _quantize_pack_kernel(
     if tl.program_id(0) * ROWS >= used:
         return
     source, real = _sources(plan, row, used, num_slots, TOP_K)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    start = tl.program_id(1) * COLS
+    col = start + tl.arange(0, COLS)[None, :]
     values, most = (), tl.zeros((ROWS, COLS), dtype=tl.int32)
     for part in tl.static_range(PARTS):
-        inside = real[:, None] & (part * COLS + col < K)
-        x = tl.load(a + source[:, None] * stride_am + part * COLS + col, mask=inside, other=0.0)
+        first = part * COLS + start
+        x = _load_columns(a + source * stride_am, real, first, K, COLS, RIFFLED)
         most = tl.maximum(most, magnitude(x.to(tl.float32)))
         values = values + (x.to(tl.float32),)
     if static_scale is None:
@@ -111,8 +134,22 @@ def _quantize_pack_kernel(
         tl.store(at, stored_as(encode(ratio, RULE), out.dtype.element_ty, RULE), mask=inside)
 
 
+class RowForm(NamedTuple):
+    """How gathered rows are stored."""
+
+    dtype: torch.dtype | None = None
+    """The dtype, which holds all numbers; None: that of the rows, or of their quantization."""
+    riffled: bool = False
+    """Whether columns are riffled; K must be a multiple of 16."""
+
+
+AS_THEY_ARE, WIDE, RIFFLED = RowForm(), RowForm(torch.bfloat16), RowForm(riffled=True)
+
+
 @lru_cache(maxsize=1024)
-def _gather_launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int, int]:
+def _gather_launch(
+    k: int, itemsize: int, groups: int, top_k: int, riffled: bool
+) -> tuple[Launch, int, int]:
     """The kernel, rows per program, and programs along a row."""
     cols = min(next_power_of_2(k), 4096 // itemsize)
     rows = min(64, 16384 // (cols * itemsize))  # no more than the smallest row tile
@@ -123,7 +160,9 @@ def _gather_launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Laun
         "COLS": cols,
         "GROUP_COLS": next_power_of_2(max(1, cdiv(groups, pieces))),
     }
-    return Launch(_pack_kernel, K=k, GROUPS=groups, TOP_K=top_k, **sizes), rows, pieces
+    return Launch(
+        _pack_kernel, K=k, GROUPS=groups, TOP_K=top_k, RIFFLED=riffled, **sizes
+    ), rows, pieces  # fmt: skip
 
 
 def pack_rows(
@@ -133,7 +172,7 @@ def pack_rows(
     num_slots: int,
     num_rows: int,
     top_k: int,
-    dtype: torch.dtype | None = None,
+    form: RowForm = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor | None]:
     """Gather rows: row r of the result is ``a[slot of r // top_k]``; padding rows are undefined.
 
@@ -144,20 +183,20 @@ def pack_rows(
         num_slots: a plan entry from 0 to ``num_slots - 1`` is a slot, any other is padding.
         num_rows: R, the most rows that the plan may use: `moe_ops.dispatch.hopper.gathered_rows`.
         top_k: slots per row of ``a``.
-        dtype: dtype of the result, which holds all numbers of ``a``; None: that of ``a``.
+        form: how the result is stored.
 
     Returns:
         Rows ``(R, K)`` and scales ``(G, R)``.
     """
     k = a.shape[1]
-    rows = a.new_empty(num_rows, k, dtype=dtype)
+    rows = a.new_empty(num_rows, k, dtype=form.dtype)
     groups, stride, scales = 0, 0, None
     if a_scale is not None:
         shared = a_scale.numel() == 1
         groups = 1 if shared else a_scale.shape[1]
         stride = 0 if shared else groups
         scales = a_scale.new_empty(groups, num_rows, dtype=torch.float32)
-    kernel, height, pieces = _gather_launch(k, a.itemsize, groups, top_k)
+    kernel, height, pieces = _gather_launch(k, a.itemsize, groups, top_k, form.riffled)
     kernel(
         (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
         num_slots, num_rows, plan.shape[0], a.stride(0), stride,
@@ -167,7 +206,7 @@ def pack_rows(
 
 @lru_cache(maxsize=1024)
 def _quantize_and_gather_launch(
-    k: int, top_k: int, quant: Quant, static: bool
+    k: int, top_k: int, quant: Quant, static: bool, riffled: bool
 ) -> tuple[Launch, int, int]:
     """The kernel, rows per program, and programs along a row."""
     cols, parts = quant.group.cols, 1
@@ -181,6 +220,7 @@ def _quantize_and_gather_launch(
         K=k,
         TOP_K=top_k,
         RULE=rule_of(quant),
+        RIFFLED=riffled,
         ROWS=rows,
         COLS=cols,
         PARTS=parts,
@@ -198,7 +238,7 @@ def quantize_rows(
     num_slots: int,
     num_rows: int,
     top_k: int,
-    dtype: torch.dtype | None = None,
+    form: RowForm = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor]:
     """Quantize and gather rows, bitwise as `pack_rows` of quantized rows, in one pass.
 
@@ -210,17 +250,19 @@ def quantize_rows(
         num_slots: see `pack_rows`.
         num_rows: see `pack_rows`.
         top_k: see `pack_rows`.
-        dtype: dtype of the result: that of ``quant`` (also if None), or bf16 for fp8 numbers.
+        form: how the result is stored.
 
     Returns:
         Rows ``(R, K)`` and scales ``(G, R)``.
     """
     k = a.shape[1]
-    rows = a.new_empty(num_rows, k, dtype=dtype or quant.dtype)
+    rows = a.new_empty(num_rows, k, dtype=form.dtype or quant.dtype)
     whole = a_scale is not None or quant.group.cols == WHOLE
     groups = 1 if whole else cdiv(k, quant.group.cols)
     scales = a.new_empty(groups, num_rows, dtype=torch.float32)
-    kernel, height, pieces = _quantize_and_gather_launch(k, top_k, quant, a_scale is not None)
+    kernel, height, pieces = _quantize_and_gather_launch(
+        k, top_k, quant, a_scale is not None, form.riffled
+    )
     kernel(
         (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
         num_slots, num_rows, plan.shape[0], a.stride(0),
