@@ -373,7 +373,7 @@ class FusedMoEOptions:
         self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
     ) -> LayerState:
         """Return the state of a new layer with these sizes, whose experts are on its device."""
-        parallel, kind = self.parallel_config(), kind_and_key(self.activation)[0]
+        parallel, (kind, activation) = self.parallel_config(), kind_and_key(self.activation)
         placement = self.placement(parallel, num_experts)
         dtype = self.params_dtype or torch.get_default_dtype()
         scheme = as_scheme(self.scheme or UNQUANTIZED)
@@ -399,6 +399,7 @@ class FusedMoEOptions:
             placement,
             parallel,
             self.batch_invariant,
+            activation=activation,
             ranks_agree=parallel.layer_size == 1,
         )
 
