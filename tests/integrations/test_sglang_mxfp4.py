@@ -139,8 +139,11 @@ def test_tokens_of_another_form_raise(engine):
     layer, _ = loaded()
     method = engine.mxfp4(layer.moe_runner_config)
     method.process_weights_after_loading(layer)
+    other, config = tokens()._replace(hidden_states_pre_quant=()), layer.moe_runner_config
     with pytest.raises(NotImplementedError, match="quantized already"):
-        method.apply(layer, tokens()._replace(hidden_states_pre_quant=()))
+        method.apply(layer, other)
+    with pytest.raises(NotImplementedError, match="quantized already"):
+        engine.runners("triton", config).run(other, layer._moe_ops_mxfp4)
 
 
 @pytest.mark.parametrize(
