@@ -15,11 +15,7 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.brief import brief
 from moe_ops.layer.partition import LayerSizes, aligned_sizes
 from moe_ops.layer.state import ExpertPlacement, LayerState, against_host_memory
-from moe_ops.parallel import (
-    FusedMoEParallelConfig,
-    determine_expert_map,
-    maybe_roundup_hidden_size,
-)
+from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map, maybe_roundup_hidden_size
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
 from moe_ops.pipeline.row_spaces import check_batch_invariant

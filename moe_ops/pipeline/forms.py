@@ -49,11 +49,10 @@ def form_of_gpu(
         in_place: whether ``q`` is packed in its own memory, and lost, so that loading a model needs
             memory for three experts beside its weights.
     """
-    if is_packed(q.data) or not reads_packed(
+    converts = not is_packed(q.data) and reads_packed(
         q.data, scheme, dtype, batch_invariant=batch_invariant, activation=activation
-    ):
-        return q
-    return (pack_weight_ if in_place else pack_weight)(q, scheme)
+    )
+    return (pack_weight_ if in_place else pack_weight)(q, scheme) if converts else q
 
 
 def reads_packed(

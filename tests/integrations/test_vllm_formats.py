@@ -447,5 +447,4 @@ def test_another_interface_of_one_format(monkeypatch, log):
 
 def test_rows_of_other_ranks_may_be_in_16_bits(engine):
     """Weights alone are quantized: vLLM sends rows as they are."""
-    method = Method(engine, layer(moe_parallel_config=AG), "int4_w4a16_g32")
-    assert method.kept.value == "MOE_OPS"
+    assert Method(engine, layer(moe_parallel_config=AG), "int4_w4a16_g32").kept.value == "MOE_OPS"

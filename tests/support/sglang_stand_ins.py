@@ -308,8 +308,9 @@ def methods_of_groups(runners):
     return MoeWNA16Method, CompressedTensorsWNA16TritonMoE
 
 
-def choices(mode):
-    """Stand-ins of how SGLang says what was asked of it, and its method of gpt-oss."""
+def choices(mode, runners):
+    """Stand-ins of how SGLang says what was asked of it, and its quantization methods."""
+    wna16, compressed = methods_of_groups(runners)
     return {
         f"{MOE}.utils": {
             "resolve_moe_runner_backend": Backend,
@@ -318,6 +319,10 @@ def choices(mode):
         },
         "sglang.srt.utils": {"is_cpu": lambda: mode.cpu},
         f"{METHODS}.mxfp4": {"Mxfp4MoEMethod": mxfp4_method()},
+        f"{METHODS}.moe_wna16": {"MoeWNA16Method": wna16},
+        f"{METHODS}.compressed_tensors.schemes.compressed_tensors_wNa16_moe": {
+            "CompressedTensorsWNA16TritonMoE": compressed,
+        },
         "sglang.srt.runtime_context": {
             "get_context": Context,
             "get_parallel": Context,
@@ -348,7 +353,6 @@ def modules():
         factories[backend_name] = factory
 
     runners = runner_class(factories, FusedOpPool)
-    wna16, compressed = methods_of_groups(runners)
     mode = SimpleNamespace(batch_invariant=False, captured=False, runner="triton", exchange="none",
                            cpu=False)  # fmt: skip
     contents = {
@@ -375,11 +379,7 @@ def modules():
             "StandardDispatchOutput": StandardDispatchOutput,
             "StandardCombineInput": StandardCombineInput,
         },
-        **choices(mode),
-        f"{METHODS}.moe_wna16": {"MoeWNA16Method": wna16},
-        f"{METHODS}.compressed_tensors.schemes.compressed_tensors_wNa16_moe": {
-            "CompressedTensorsWNA16TritonMoE": compressed,
-        },
+        **choices(mode, runners),
         f"{MOE}.topk": {"StandardTopKOutput": StandardTopKOutput},
         f"{RUNNERS}.triton_utils.fused_moe": {},
         f"{RUNNERS}.triton_utils.fused_moe_triton_config": {

@@ -46,8 +46,8 @@ class KeptWeights:
 
 def is_kept(info: Any) -> bool:
     """Whether SGLang's kernels cannot read the weights of a ``TritonMoeQuantInfo``."""
-    packed = is_packed(info.w13_weight) or is_packed(info.w2_weight)
-    return packed or isinstance(info, KeptWeights)
+    weights = (info.w13_weight, info.w2_weight)
+    return isinstance(info, KeptWeights) or any(map(is_packed, weights))
 
 
 def run(
@@ -221,9 +221,9 @@ def _refuse_any(rules: dict[str, bool]) -> None:
 def _check_weight_form(x: Tensor, info: Any, scheme: Scheme) -> None:
     """Raise NotImplementedError for weights of another form."""
     w1, w2, quant = info.w13_weight, info.w2_weight, scheme.weight
-    dtype, *packed = (x.dtype,) if quant is None else (quant.dtype, *PACKED_DTYPES)
-    if not {w1.dtype, w2.dtype} <= {dtype, *packed} or x.dtype not in checks.FLOATS:
-        raise NotImplementedError(f"weights must be {dtype} for {scheme.name}, got {w1.dtype}")
+    dtypes = (x.dtype,) if quant is None else (quant.dtype, *PACKED_DTYPES)
+    if not {w1.dtype, w2.dtype} <= {*dtypes} or x.dtype not in checks.FLOATS:
+        raise NotImplementedError(f"weights must be {dtypes[0]} for {scheme.name}, got {w1.dtype}")
     columns = w1.shape[2] * scheme.numbers_per_entry(w1.dtype)
     if columns != x.shape[1]:
         raise NotImplementedError(f"w13 must have {x.shape[1]} columns, got {columns}")

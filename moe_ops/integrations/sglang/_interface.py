@@ -91,11 +91,11 @@ def formats() -> dict[str, str | None]:
     A name is lacking if it is not there, or if its fields or parameters are others.
     """
     lacks = _first_missing(NAMES, PARTS)
-    found = {"layers of the Triton runner": lacks}
+    kinds = {"layers of the Triton runner": lacks}
     for kind, methods in LOADED_PARTS.items():
         parts = {split_name(name): parameters for name, parameters in methods.items()}
-        found[kind] = lacks or _first_missing(LOADED_NAMES, parts)
-    return found
+        kinds[kind] = lacks or _first_missing(LOADED_NAMES, parts)
+    return kinds
 
 
 def _first_missing(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
@@ -62,7 +62,7 @@ def with_fallback(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def fused_experts(dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         layer = (dispatch_output, quant_info, runner_config)
-        return run_or(lambda: function(*layer), *layer)
+        return run_or(partial(function, *layer), *layer)
 
     return fused_experts
 
@@ -78,11 +78,12 @@ def run_in_triton(
 
     A hook around ``MoeRunner.run``. Weights that SGLang's kernels cannot read run here in any case.
     """
-    call = (dispatch_output, quant_info, runner.config, lora_info)
     adapts = lora_info is not None and isinstance(dispatch_output, StandardDispatchOutput)
-    if runner.runner_backend.is_triton() and (adapts or is_kept(quant_info)):
-        return run_or(lambda: original(runner, dispatch_output, quant_info, lora_info), *call)
-    return original(runner, dispatch_output, quant_info, lora_info)
+    ours = runner.runner_backend.is_triton() and (adapts or is_kept(quant_info))
+    theirs = partial(original, runner, dispatch_output, quant_info, lora_info)
+    if ours:
+        return run_or(theirs, dispatch_output, quant_info, runner.config, lora_info)
+    return theirs()
 
 
 def run_or(
@@ -101,7 +102,8 @@ def run_or(
     try:
         return run_to_combine(dispatch_output, quant_info, runner_config, lora_info)
     except (NotImplementedError, TypeError, ValueError) as error:
-        if is_kept(quant_info):
+        kept = is_kept(quant_info)
+        if kept:
             raise
         say_that_sglang_runs(error)
         return original()

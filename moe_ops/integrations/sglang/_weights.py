@@ -64,7 +64,7 @@ def unpack_for_loading(original: Callable[..., Any], method: Any, layer: Any) ->
     A hook around ``restore_weights_before_loading``.
     """
     info = method.get_triton_quant_info(layer)
-    for _, held, q in _weights(info):
+    for _, held, q in _both(info):
         if is_packed(q.data):
             plain: tuple[Any, ...] = unpack_weight(q, runner_scheme(info))
             for x, y in zip(held, plain, strict=False):
@@ -84,7 +84,7 @@ def hold_in_form_of_gpu(info: Any, config: Any, scheme: Scheme, activation: Acti
     """
     # The mode that is asked for with each call begins once the weights are loaded.
     invariant = get_exec().deterministic.enable_deterministic_inference
-    for which, held, q in _weights(info):
+    for which, held, q in _both(info):
         q = form_of_gpu(
             q,
             scheme,
@@ -97,7 +97,7 @@ def hold_in_form_of_gpu(info: Any, config: Any, scheme: Scheme, activation: Acti
                 x.data = y
 
 
-def _weights(info: Any) -> Iterator[tuple[str, list[Any], QTensor]]:
+def _both(info: Any) -> Iterator[tuple[str, list[Any], QTensor]]:
     """Yield both weights: the parameters of data, scales and zero points, and their tensors."""
     for which in ("w13", "w2"):
         held = [getattr(info, f"{which}_{part}") for part in ("weight", "scale", "zp")]
