@@ -24,7 +24,7 @@ KEPT = "_moe_ops_mxfp4"
 class Mxfp4QuantInfo(KeptWeights, TritonMoeQuantInfo):  # type: ignore[misc]
     """Weights ``(E, 2I, H / 2)`` and ``(E, H, I / 2)`` uint8 with e8m0 scales of 32 columns.
 
-    Or both in the packed form, see `moe_ops.pack_weight`.
+    Each may be in the packed form, see `moe_ops.pack_weight`.
     """
 
     scheme_name = "mxfp4_w4a16"

@@ -83,6 +83,17 @@ def library_layer(moe_config: Any, activation: Activation) -> FusedMoEConfig:
     )
 
 
+def weight_of_layer(which: str, q: QTensor, scheme: Scheme, moe_config: Any) -> QTensor:
+    """Return ``w13`` or ``w2`` in the form that kernels of its GPU read; see `form_of_gpu`."""
+    return form_of_gpu(
+        q,
+        scheme,
+        moe_config.in_dtype,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        activation=layer_activation(moe_config).key if which == "w13" else "",
+    )
+
+
 class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     """What the experts of both formats share.
 
@@ -185,21 +196,13 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
 
         Other formats are packed when vLLM converts them, see `_weights`.
         """
-        made, config = self.experts.moe_config, self.experts.quant_config
+        config = self.experts.quant_config
         if config.scheme.name != "int8_w8a16":
             return
-        for which, scale, activation in (
-            ("w13", config.w1_scale, self.library_activation.key),
-            ("w2", config.w2_scale, ""),
-        ):
+        for which, scale in (("w13", config.w1_scale), ("w2", config.w2_scale)):
             weight = getattr(layer, f"{which}_weight")
-            q = form_of_gpu(
-                QTensor(weight.data, scale.data),
-                config.scheme,
-                made.in_dtype,
-                batch_invariant=made.batch_invariant,
-                activation=activation,
-            )
+            q = QTensor(weight.data, scale.data)
+            q = weight_of_layer(which, q, config.scheme, self.moe_config)
             if q.data.dtype != weight.dtype:
                 replace_parameter(layer, f"{which}_weight", q.data)
 

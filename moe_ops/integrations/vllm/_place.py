@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import vllm.envs as envs
-
-from moe_ops.integrations.vllm._experts import layer_activation
-from moe_ops.pipeline.forms import form_of_gpu
+from moe_ops.integrations.vllm._experts import weight_of_layer
 from moe_ops.scheme import Scheme
 from moe_ops.tensors import QTensor
 
@@ -30,11 +27,5 @@ class Place:
         self.scheme = scheme
 
     def form(self, which: str, q: QTensor) -> QTensor:
-        """Return ``w13`` or ``w2`` in the form that kernels of its GPU read; see `form_of_gpu`."""
-        return form_of_gpu(
-            q,
-            self.scheme,
-            self.moe_config.in_dtype,
-            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            activation=layer_activation(self.moe_config).key if which == "w13" else "",
-        )
+        """Return ``w13`` or ``w2`` in the form that kernels of its GPU read."""
+        return weight_of_layer(which, q, self.scheme, self.moe_config)
