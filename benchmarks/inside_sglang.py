@@ -3,11 +3,11 @@
     python benchmarks/inside_sglang.py
 
 Both get the same dispatch output and the same weights, as SGLang's quantization methods pass them
-(`benchmarks/peers/sglang.py`), and are timed in one run. MXFP4 weights get the form that the GPU
-reads in the core, and are dequantized for SGLang's kernels, as its method of gpt-oss does. The
-record is ``inside_sglang.json``. Each row has the versions of SGLang and its compiled kernels, and
-rows of SGLang's kernels say whether it ships tiles for these sizes on this GPU (``tuned``). Options
-are those of ``moe-ops bench``.
+(`benchmarks/peers/sglang.py`), and are timed in one run. The core gets weights in the form that the
+GPU reads. MXFP4 is dequantized for SGLang's kernels, as its method of gpt-oss does. The record is
+``inside_sglang.json``. Each row has the versions of SGLang and its compiled kernels, and rows of
+SGLang's kernels say whether it ships tiles for these sizes on this GPU (``tuned``). Options are
+those of ``moe-ops bench``.
 """
 
 from __future__ import annotations

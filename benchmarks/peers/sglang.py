@@ -68,7 +68,7 @@ def missing(backend: str) -> str | None:
         return fault
     if backend == TRITON:
         return lacks("sglang", f"{RUNNERS}.triton_utils.fused_moe")
-    other = import_module(f"{PLUGIN}._interface").missing()
+    other, *_ = import_module(f"{PLUGIN}._interface").formats().values()
     return f"{other} as the plug-in knows it" if other else None
 
 
@@ -127,8 +127,8 @@ def held(experts: Experts) -> Experts:
 
 
 def core(experts: Experts, inputs: Inputs) -> Call:
-    """A ``MoeRunner`` with the plug-in's core, which has MXFP4 in the form that the GPU reads."""
-    return served(OURS, experts.loaded if experts.scheme.name in INFOS else experts, inputs)
+    """A ``MoeRunner`` with the plug-in's core, on weights in the form that the GPU reads."""
+    return served(OURS, experts.loaded, inputs)
 
 
 def triton(experts: Experts, inputs: Inputs) -> Call:

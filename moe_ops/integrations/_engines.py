@@ -1,4 +1,4 @@
-"""What the plug-ins of serving engines share: log lines, look-ups, forms of weights and scales."""
+"""What the plug-ins of serving engines share: log lines, look-ups, shapes of scales."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.pipeline.forms import reads_packed
 from moe_ops.scheme import Scheme
-from moe_ops.scheme.packed import CHUNK, pack_weight, pack_weight_
-from moe_ops.tensors import QTensor
 
 
 @cache
@@ -64,29 +61,12 @@ def attribute_of(module: str, name: str) -> Any:
     return value
 
 
-def form_of_gpu(
-    q: QTensor, scheme: Scheme, dtype: torch.dtype, width: int, *, batch_invariant: bool
-) -> QTensor:
-    """Return a weight of a layer in the form that kernels of its GPU read.
-
-    The packed form takes the memory of a contiguous ``q.data``, so that loading a model needs
-    memory for three experts beside its weights.
-
-    Args:
-        q: the weight, which is lost if it is packed.
-        scheme: its scheme.
-        dtype: dtype of the layer's tokens.
-        width: rows of the layer's gate and up on this rank, each.
-        batch_invariant: whether the layer is batch-invariant.
-    """
-    # Gate and up rows each begin at a chunk of the packed form, or both weights stay plain.
-    reads = width % CHUNK == 0 and reads_packed(
-        q.data, scheme, dtype, batch_invariant=batch_invariant
-    )
-    if not reads:
-        return q
-    pack = pack_weight_ if q.data.is_contiguous() else pack_weight
-    return pack(q, scheme)
+def split_name(name: str) -> tuple[str, str]:
+    """Return the module of a dotted name and the rest, which begins at the first capital letter."""
+    parts = name.split(".")
+    classes = [i for i, part in enumerate(parts) if part[0].isupper()]
+    end = classes[0] if classes else len(parts) - 1
+    return ".".join(parts[:end]), ".".join(parts[end:])
 
 
 def weight_scales(scale: Tensor, num_local_experts: int, scheme: Scheme) -> Tensor:

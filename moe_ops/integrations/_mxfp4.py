@@ -21,9 +21,9 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._blocks import check_forward, check_whole
 from moe_ops.integrations._experts import HOST, Weights, map_for_few_experts
-from moe_ops.pipeline.forms import reads_packed
+from moe_ops.pipeline.forms import form_of_gpu
 from moe_ops.pipeline.fused_experts import fused_experts
-from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig, pack_weight
+from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig
 from moe_ops.tensors import QTensor
 
 SCHEME = SCHEMES["mxfp4_w4a16"]
@@ -129,7 +129,7 @@ def adaptation(name: str, block: Any) -> Callable[[], None]:
     # Made once: Dynamo reads its key; floats of the module would become inputs of the graph.
     activation = Activation(MoEActivation.SWIGLUOAI, experts.limit, experts.alpha, 1.0)
     trial = SimpleNamespace(
-        **_converted(name, experts),
+        **_converted(name, experts, activation),
         activation=activation,
         _modules=experts._modules,
         gate_up_proj_bias=experts.gate_up_proj_bias,
@@ -145,7 +145,7 @@ def adaptation(name: str, block: Any) -> Callable[[], None]:
 
 def _adapt(name: str, block: Any, activation: Activation) -> None:
     experts = block.experts
-    for key, x in _converted(name, experts).items():
+    for key, x in _converted(name, experts, activation).items():
         experts.__dict__.pop(key, None)
         experts.__dict__.pop(f"{key}_precision_config", None)
         setattr(experts, key, nn.Parameter(x, requires_grad=False))
@@ -154,14 +154,15 @@ def _adapt(name: str, block: Any, activation: Activation) -> None:
     block.forward = MethodType(block_forward, block)
 
 
-def _converted(name: str, experts: Any) -> dict[str, Tensor]:
+def _converted(name: str, experts: Any, activation: Activation) -> dict[str, Any]:
     """Return the weights and scales that `experts_forward` reads, by attribute."""
     hidden, width = experts.hidden_size, experts.intermediate_size
     sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
-    tensors: dict[str, Tensor] = {}
-    for key in NAMES:
-        data, scales = _fastest(*_stored_weight(f"{name}.experts", experts, key, *sizes[key]))
-        tensors |= {key: data, f"{key}_scales": scales}
+    tensors: dict[str, Any] = {}
+    for key, gate in zip(NAMES, (activation.key, ""), strict=True):
+        q = QTensor(*_stored_weight(f"{name}.experts", experts, key, *sizes[key]))
+        q = form_of_gpu(q, SCHEME, torch.bfloat16, activation=gate, in_place=False)
+        tensors |= {key: q.data, f"{key}_scales": q.scale}
     return tensors
 
 
@@ -181,13 +182,6 @@ def _stored_weight(name: str, experts: Any, key: str, n: int, k: int) -> tuple[T
         actual = scales.shape[axis]
         checks.size(f"{name}.{key}_scales.shape[{axis}]", actual, "the module's size", expected)
     return data.contiguous(), scales.contiguous()
-
-
-def _fastest(data: Tensor, scales: Any) -> tuple[Tensor, Any]:
-    """Return one weight in the form that kernels of its GPU read fastest, for bf16 tokens."""
-    if reads_packed(data, SCHEME, torch.bfloat16):
-        data, scales, *_ = pack_weight(QTensor(data, scales), SCHEME)
-    return data, scales
 
 
 def _plain(swizzled: Any) -> Tensor:

@@ -142,7 +142,7 @@ def converted(stored: Stored, scheme: Scheme, form: str, *, in_place: bool = Fal
         stored: the weight's tensors in any form.
         scheme: the scheme of the plain form.
         form: ``plain``, ``packed`` or ``fp8``.
-        in_place: whether a contiguous plain weight may be overwritten by its packed form.
+        in_place: whether a plain weight may be overwritten by its packed form.
     """
     q, exponents = QTensor(*stored[:4]), stored[4]
     if exponents is not None:
@@ -154,8 +154,7 @@ def converted(stored: Stored, scheme: Scheme, form: str, *, in_place: bool = Fal
             return stored
         q = unpack_weight(q, scheme)
     if form == PACKED:
-        pack = pack_weight_ if in_place and q.data.is_contiguous() else pack_weight
-        q = pack(q, scheme)
+        q = (pack_weight_ if in_place else pack_weight)(q, scheme)
     if form == FP8:
         return (*as_fp8(q, scheme), q.scale)
     return (*q, None)
@@ -198,13 +197,13 @@ def in_forms_for_device(stage: Stage) -> Stage:
     if state.kernel is not None:
         return stage
     for which, form in forms.items():
-        reads = form == PLAIN and not state.sizes.splits_chunks
-        reads = reads and reads_packed(
+        reads = form == PLAIN and reads_packed(
             parameters[f"{which}_weight"],
             scheme,
             state.sizes.dtype,
             device,
             batch_invariant=state.batch_invariant,
+            activation=state.activation if which == "w13" else "",
         )
         if reads:
             forms[which] = PACKED

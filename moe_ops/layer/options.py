@@ -15,11 +15,7 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.brief import brief
 from moe_ops.layer.partition import LayerSizes, aligned_sizes
 from moe_ops.layer.state import ExpertPlacement, LayerState, against_host_memory
-from moe_ops.parallel import (
-    FusedMoEParallelConfig,
-    determine_expert_map,
-    maybe_roundup_hidden_size,
-)
+from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map, maybe_roundup_hidden_size
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
 from moe_ops.pipeline.row_spaces import check_batch_invariant
@@ -373,7 +369,7 @@ class FusedMoEOptions:
         self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
     ) -> LayerState:
         """Return the state of a new layer with these sizes, whose experts are on its device."""
-        parallel, kind = self.parallel_config(), kind_and_key(self.activation)[0]
+        parallel, (kind, activation) = self.parallel_config(), kind_and_key(self.activation)
         placement = self.placement(parallel, num_experts)
         dtype = self.params_dtype or torch.get_default_dtype()
         scheme = as_scheme(self.scheme or UNQUANTIZED)
@@ -399,6 +395,7 @@ class FusedMoEOptions:
             placement,
             parallel,
             self.batch_invariant,
+            activation=activation,
             ranks_agree=parallel.layer_size == 1,
         )
 

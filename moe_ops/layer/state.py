@@ -89,7 +89,7 @@ def _beside(default: Any = None) -> Any:
 class LayerState:
     """Sizes, scheme, forms, placement, ranks and residency of a layer, as a value.
 
-    The fields from ``quant_method`` on go with the value and are no part of it: they are neither
+    The fields from ``activation`` on go with the value and are no part of it: they are neither
     compared nor printed.
     """
 
@@ -115,6 +115,8 @@ class LayerState:
     """Number of experts on the device, if all are in host memory; None: all are on the device."""
     device: torch.device | None = None
     """The device on which the experts run; None: that of the parameters."""
+    activation: str = _beside(default="")
+    """Key of the experts' activation."""
     quant_method: Any = _beside()
     """How the layer's experts are stored and multiplied: a `FusedMoEMethodBase`."""
     kernel: FusedMoEKernel | None = _beside()

@@ -1,4 +1,8 @@
-"""The choice of a weight's form: packed, or held as fp8, where that suits kernels of its GPU."""
+"""The choice of a weight's form: packed, or held as fp8, where that suits kernels of its GPU.
+
+One rule says which weights are packed, `serves_packed`: that of layers, of engines' plug-ins, of
+transformers' experts, of ``explain`` and of the benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,42 @@ from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import row_tile_rule
 from moe_ops.pipeline.layer_checks import known_arch
-from moe_ops.scheme import Scheme, exact_fp8_scheme, min_capability, packs
+from moe_ops.scheme import (
+    Scheme,
+    exact_fp8_scheme,
+    is_packed,
+    min_capability,
+    pack_weight,
+    packs,
+)
+from moe_ops.scheme.packed import pack_weight_
+from moe_ops.tensors import QTensor
+
+
+def form_of_gpu(
+    q: QTensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
+    activation: str = "",
+    in_place: bool = True,
+) -> QTensor:
+    """Return a weight in the form that kernels of its GPU read: packed, or as it is.
+
+    Args:
+        q: the weight, in either form.
+        scheme: its scheme.
+        dtype: dtype of the rows that it is multiplied with.
+        batch_invariant: whether the GEMM is batch-invariant.
+        activation: key of the activation that the GEMM applies to its product; empty: none.
+        in_place: whether ``q`` is packed in its own memory, and lost, so that loading a model needs
+            memory for three experts beside its weights.
+    """
+    converts = not is_packed(q.data) and reads_packed(
+        q.data, scheme, dtype, batch_invariant=batch_invariant, activation=activation
+    )
+    return (pack_weight_ if in_place else pack_weight)(q, scheme) if converts else q
 
 
 def reads_packed(

@@ -116,7 +116,9 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
 
 
 def pack_weight_(q: QTensor, scheme: str | Scheme) -> QTensor:
-    """As `pack_weight`, in the memory of ``q``, whose data must be contiguous: ``q`` is lost."""
+    """As `pack_weight`, in the memory of ``q`` if its data is contiguous: ``q`` is lost."""
+    if not q.data.is_contiguous():
+        return pack_weight(q, scheme)
     quant = _checked(q, scheme, fragments=False)
     words = _packed_into(q.data.view(PACKED_DTYPE), q.data, quant)
     return QTensor(words, _swapped_(q.scale), _swapped_(q.zero_point), q.global_scale)

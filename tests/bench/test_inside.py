@@ -53,7 +53,7 @@ def test_both_runners_are_timed(engine, monkeypatch, capsys):
     versions = {"sglang": "0.5.23", "sglang-kernel": "0.4"}
     made = [type("D", (), {"metadata": {"Name": k}, "version": v}) for k, v in versions.items()]
     monkeypatch.setattr(inside.metadata, "distributions", lambda: made)
-    monkeypatch.setattr(stand_ins, "fused_experts_none_to_triton", triton)
+    monkeypatch.setitem(engine.pool.functions, ("none", "triton"), triton)
     status, rows = rows_of(monkeypatch, capsys, "--scheme=bf16")
     assert status == 0 and [(row["M"], row["impl"]) for row in rows] == [
         (1, IN_SGLANG), (1, SGLANG_TRITON), (7, IN_SGLANG), (7, SGLANG_TRITON),
@@ -83,7 +83,7 @@ def test_every_scheme_inside_sglang(engine, scheme):
 
 def test_mxfp4_beside_dequantized_weights(engine, monkeypatch, capsys):
     """SGLang's kernels get bf16; both are held to the weights in MXFP4."""
-    monkeypatch.setattr(stand_ins, "fused_experts_none_to_triton", triton)
+    monkeypatch.setitem(engine.pool.functions, ("none", "triton"), triton)
     status, rows = rows_of(monkeypatch, capsys, "--schemes=mxfp4_w4a16")
     assert status == 0 and len(rows) == 4 and all(row["rel_err"] < 0.02 for row in rows)
 

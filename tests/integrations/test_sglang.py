@@ -76,7 +76,7 @@ def test_registered_once(engine, log):
     register()
     function = registered(engine)
     assert function.__wrapped__ is sglang.fused_experts_none_to_triton
-    assert len(engine.hooks.hooks) == 4 and list(engine.factories) == ["moe_ops"]
+    assert len(engine.hooks.hooks) == 7 and list(engine.factories) == ["moe_ops"]
     for other in (("deepep", "triton"), ("none", "marlin")):
         assert engine.pool.get_fused_func(*other) is sglang.fused_experts_none_to_triton
     assert engine.pool.get_fused_func("none", "unknown") is None

@@ -6,18 +6,17 @@ import logging
 import pytest
 import sglang_stand_ins as sglang
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from merged_adapters import R, assert_merged, factors
+from adapter_cases import CASES, E, H, I
+from merged_adapters import R, factors
 from sglang_layers import problem
 
 from moe_ops import dequantize_weight
+from moe_ops.activation import MoEActivation
 from moe_ops.integrations import _engines
 from moe_ops.integrations.sglang import register
 from moe_ops.pipeline.adapters import Adapters, LowRank
-from moe_ops.testing import Inputs, Problem
+from moe_ops.testing import Inputs
 
-E, H, I = 4, 64, 64  # noqa: E741
 RANK = R + 2
 
 
@@ -35,21 +34,20 @@ def run(engine, dispatched, info, lora, backend="triton", **config):
     return runner.run(dispatched, info, lora_info=lora).hidden_states
 
 
-def lora_info(ids, shared=False, gated=True, **changes):
+def lora_info(ids, activation="silu", layout="apart", **changes):
     """Three places, the last of which is empty; adapters have a smaller rank than the buffers."""
-    common, n = 1 if shared else E, (1 + gated) * I
+    its, kind = factors(E, H, I, activation, layout), MoEActivation.from_str(activation)
+    common, n = 1 if "shared" in layout else E, (1 + kind.is_gated) * I
     buffers = [
         torch.zeros(3, *shape)
         for shape in (
-            (common, (1 + gated) * RANK, H), (E, n, RANK), (E, RANK, I), (common, H, RANK),
+            (common, len(its.first) * RANK, H), (E, n, RANK), (E, RANK, I), (common, H, RANK),
         )
     ]  # fmt: skip
-    layout = "apart and shared" if shared else "apart"
-    its = factors(E, H, I, "silu" if gated else "relu2_no_mul", layout)
     for place in (0, 1):
         for i, low in enumerate(its.first):
             buffers[0][place, :, i * RANK : i * RANK + R] = low.a[place]
-            buffers[1][place, :, i * I : (i + 1) * I, :R] = low.b[place]
+            buffers[1][place, :, low.rows, :R] = low.b[place]
         buffers[2][place, :, :R] = its.second.a[place]
         buffers[3][place, :, :, :R] = its.second.b[place]
     numbers = torch.zeros(3, dtype=torch.int32)
@@ -71,34 +69,33 @@ def adapters_of(info, ids):
     return Adapters(tuple(first), LowRank(info.down_lora_a_weights, info.down_lora_b_weights), ids)
 
 
-@given(
-    tokens=st.integers(1, 9),
-    gated=st.booleans(),
-    shared=st.booleans(),
-    scheme=st.sampled_from(("unquantized", "int8_w8a16_g32")),
-    factor=st.sampled_from((None, 2.5)),
+@pytest.mark.parametrize("factor", [None, 2.5])
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if not (x.kind.is_interleaved and "apart" in x.layout)]
 )
-def test_each_token_has_its_adapter(tokens, gated, shared, scheme, factor):
-    """The weights with a token's adapter merged into them; ids behind a batch are padding's."""
-    with pytest.MonkeyPatch.context() as patch:
-        engine = sglang.install(patch)
-        dispatched, info, q = problem(scheme, tokens=tokens, gated=gated)
-        ids = torch.tensor([1, -1, 0, 1, 2, 0, -1, 0, 0, 1, 1], dtype=torch.int32)
-        lora = lora_info(ids, shared, gated)
-        kind = "silu" if gated else "relu2"
-        out = run(engine, dispatched, info, lora, activation=kind, is_gated=gated,
-                  routed_scaling_factor=factor)  # fmt: skip
-        w1, w2 = (
-            (info.w13_weight, info.w2_weight) if q is None
-            else (dequantize_weight(x, scheme) for x in q)
-        )  # fmt: skip
-        x, (weights, topk_ids, _) = dispatched.hidden_states, dispatched.topk_output
-        weights = weights * (factor or 1)
-        inputs = Inputs(x, w1, w2, weights, topk_ids, None, info.b13, info.b2)
-        name = "silu" if gated else "relu2_no_mul"
-        described = Problem(tokens, E, 2, H, I, torch.float32, name, has_bias=True)
-        held = adapters_of(lora, ids[:tokens])
-        assert_merged(out, described, inputs, held, torch.float32)
+def test_each_token_has_its_adapter(engine, case, factor):
+    """Ids behind a batch are padding's. gpt-oss has one pair of factors, in its order of rows."""
+    scheme = "int8_w8a16_g32" if case.quantized else "unquantized"
+    dispatched, info, q = problem(scheme, tokens=case.tokens, gated=case.kind.is_gated)
+    numbers = {"activation": case.activation.removesuffix("_no_mul")}
+    if case.kind.is_interleaved:
+        numbers = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+
+    def lora(ids):
+        ids = torch.cat([ids, torch.tensor([0, 1])]).int()
+        return lora_info(ids, case.activation, case.layout)
+
+    def step(ids):
+        return run(engine, dispatched, info, lora(ids), is_gated=case.kind.is_gated,
+                   routed_scaling_factor=factor, **numbers)  # fmt: skip
+
+    w1, w2 = info.w13_weight, info.w2_weight
+    if q is not None:
+        w1, w2 = (dequantize_weight(x, scheme) for x in q)
+    x, (weights, topk_ids, _) = dispatched.hidden_states, dispatched.topk_output
+    weights = weights * (factor or 1)
+    inputs = Inputs(x, w1, w2, weights, topk_ids, None, info.b13, info.b2)
+    case.assert_served(inputs, step, lambda ids: adapters_of(lora(ids), ids))
 
 
 def test_steps_without_adapters(engine):
@@ -113,19 +110,6 @@ def test_steps_without_adapters(engine):
     assert torch.equal(captured, with_them)
     nothing = run(engine, dispatched, info, lora_info(ids, max_lora_rank=0))
     assert torch.equal(nothing, plain)
-
-
-def test_interleaved_rows_have_one_pair(engine):
-    """gpt-oss: one A for gate and up, and B in the order of the weight's rows."""
-    dispatched, info, _ = problem("unquantized", biases=False)
-    ids = torch.tensor([0, 1, -1, 1, 0], dtype=torch.int32)
-    lora = lora_info(ids)
-    lora.gate_up_lora_a_weights = lora.gate_up_lora_a_weights[:, :, :RANK].contiguous()
-    out = run(engine, dispatched, info, lora, gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
-    x, (weights, topk_ids, _) = dispatched.hidden_states, dispatched.topk_output
-    inputs = Inputs(x, info.w13_weight, info.w2_weight, weights, topk_ids, None, None, None)
-    described = Problem(5, E, 2, H, I, torch.float32, "swigluoai")
-    assert_merged(out, described, inputs, adapters_of(lora, ids), torch.float32)
 
 
 @dataclasses.dataclass

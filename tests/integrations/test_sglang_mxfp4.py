@@ -12,12 +12,16 @@ from moe_ops import FusedMoEQuantConfig, fused_experts, pack_weight, quantize_we
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations import _engines
 from moe_ops.integrations.sglang import register
+from moe_ops.pipeline import forms
 
 SCHEME = "mxfp4_w4a16"
 E, H, WIDTH = 4, 64, 96
 PACKING = 128, 64
-"""H and the width of gate and up, of which whole chunks are packed."""
-OF_GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "inplace": False}
+"""H and I, of which whole chunks are packed."""
+OF_GPT_OSS = {
+    "gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "inplace": False,
+    "params_dtype": torch.bfloat16,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,13 +61,7 @@ def tokens(count=7, hidden=H):
 @pytest.mark.parametrize("packs", [False, True])
 def test_weights_stay_in_mxfp4(engine, caplog, monkeypatch, packs):
     """Bit for bit the library's layer, in both forms, in the checkpoint's own memory."""
-    asked = []
-
-    def reads_packed(w, scheme, dtype, *, batch_invariant):
-        asked.append((w.dtype, scheme.name, dtype, batch_invariant))
-        return packs
-
-    monkeypatch.setattr(_engines, "reads_packed", reads_packed)
+    monkeypatch.setattr(forms, "known_arch", lambda device: 90 if packs else None)
     layer, q = loaded(PACKING)
     before = layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()
     method = engine.mxfp4(layer.moe_runner_config)
@@ -72,7 +70,6 @@ def test_weights_stay_in_mxfp4(engine, caplog, monkeypatch, packs):
     assert (layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()) == before
     assert torch.equal(layer.w13_weight, held[0].data)
     assert torch.equal(layer.w2_weight_scale, held[1].scale)
-    assert asked == [(torch.uint8, SCHEME, torch.bfloat16, False)] * 2
     dispatched = tokens(hidden=PACKING[0])
     x, (weights, ids, _) = dispatched.hidden_states, dispatched.topk_output
     want = fused_experts(
@@ -108,16 +105,26 @@ def test_what_sglang_dequantizes(engine, caplog, mode, numbers, reason):
     assert len(said) == (reason is not None) and (reason or "") in "".join(said)
 
 
-@pytest.mark.parametrize(("sizes", "invariant"), [(PACKING, True), ((H, WIDTH), False)])
-def test_weights_that_stay_plain(engine, monkeypatch, sizes, invariant):
-    """No kernel that is batch-invariant reads the packed form; gate and up must be whole chunks."""
-    monkeypatch.setattr(
-        _engines, "reads_packed", lambda *_, batch_invariant, **__: not batch_invariant
-    )
+@pytest.mark.parametrize(
+    ("sizes", "invariant", "alternating", "packed"),
+    [
+        (PACKING, True, True, []),
+        ((H, WIDTH), False, True, [0]),
+        ((H, WIDTH), False, False, []),
+    ],
+)
+def test_weights_that_stay_plain(engine, monkeypatch, sizes, invariant, alternating, packed):
+    """No kernel that is batch-invariant reads the packed form; gate and up must be whole chunks.
+
+    Rows of gate and up that alternate share the chunks.
+    """
+    monkeypatch.setattr(forms, "known_arch", lambda device: 90)
     engine.mode.batch_invariant = invariant
-    layer, q = loaded(sizes)
+    layer, q = loaded(sizes, gate_up_interleaved=alternating)
     engine.mxfp4(layer.moe_runner_config).process_weights_after_loading(layer)
-    assert torch.equal(layer.w13_weight, q[0].data) and torch.equal(layer.w2_weight, q[1].data)
+    held = [pack_weight(x, SCHEME) if i in packed else x for i, x in enumerate(q)]
+    assert torch.equal(layer.w13_weight, held[0].data)
+    assert torch.equal(layer.w2_weight, held[1].data)
 
 
 def test_sglangs_own_choice_is_its_triton_runner(engine):
@@ -132,21 +139,26 @@ def test_tokens_of_another_form_raise(engine):
     layer, _ = loaded()
     method = engine.mxfp4(layer.moe_runner_config)
     method.process_weights_after_loading(layer)
+    other, config = tokens()._replace(hidden_states_pre_quant=()), layer.moe_runner_config
     with pytest.raises(NotImplementedError, match="quantized already"):
-        method.apply(layer, tokens()._replace(hidden_states_pre_quant=()))
+        method.apply(layer, other)
+    with pytest.raises(NotImplementedError, match="quantized already"):
+        engine.runners("triton", config).run(other, layer._moe_ops_mxfp4)
 
 
-@pytest.mark.parametrize("name", ["Mxfp4MoEMethod.apply", "is_cpu", "get_moe_a2a_backend"])
-def test_another_interface_leaves_it_alone(monkeypatch, caplog, name):
+@pytest.mark.parametrize(
+    ("name", "hooks"), [("Mxfp4MoEMethod.apply", 5), ("is_cpu", 2), ("get_moe_a2a_backend", 2)]
+)
+def test_another_interface_leaves_it_alone(monkeypatch, caplog, name, hooks):
     """Without what gpt-oss needs of SGLang, all other layers are served, and nothing is said."""
     engine = sglang.install(monkeypatch)
     formats = engine.interface.formats
-    assert formats() == {"layers of the Triton runner": None, "gpt-oss in MXFP4": None}
+    assert set(formats().values()) == {None} and "gpt-oss in MXFP4" in formats()
     module = {"is_cpu": "sglang.srt.utils", "get_moe_a2a_backend": f"{sglang.MOE}.utils"}
     owner = engine.modules.get(module.get(name), engine.mxfp4)
     monkeypatch.delattr(owner, name.rpartition(".")[2])
     monkeypatch.delitem(sys.modules, "moe_ops.integrations.sglang._mxfp4")
     assert formats()["gpt-oss in MXFP4"].endswith(f".{name}")
     register()
-    assert len(engine.hooks.hooks) == 2 and list(engine.factories) == ["moe_ops"]
+    assert len(engine.hooks.hooks) == hooks and list(engine.factories) == ["moe_ops"]
     assert not caplog.records

@@ -10,6 +10,7 @@ from vllm_layers import AG, BATCH, FP8, KEYS, SILU, expected, layer, of_engine, 
 
 from moe_ops import pack_weight
 from moe_ops.ops import batched_dispatch, moe_quantize
+from moe_ops.pipeline import forms
 from moe_ops.scheme import get_scheme
 
 
@@ -127,27 +128,42 @@ def test_batched(engine, name):
     assert isinstance(made.finalize_weight_and_reduce_impl(), vllm.TopKWeightAndReduceDelegate)
 
 
+HALVES, ALTERNATING = SILU, vllm.MoEActivation("swigluoai")
+"""Activations whose gate rows come before up rows, and alternate with them."""
+
+
 @pytest.mark.parametrize(
-    ("name", "scale"), [("mxfp4_w4a16", "weight_scale"), ("int8_w8a16", "scale")]
+    ("width", "activation", "packed"),
+    [
+        (64, HALVES, ("w13", "w2")),
+        (96, HALVES, ()),
+        (96, ALTERNATING, ("w13",)),
+    ],
 )
-def test_packed_weights(engine, monkeypatch, name, scale):
-    """Where a kernel reads the packed form, loading packs; the numbers stay."""
-    x, weights, ids, q1, q2, biases = problem(name)
-    monkeypatch.setattr(engine.experts, "reads_packed", lambda *_, **__: True)
-    module = nn.Module()
+@pytest.mark.parametrize("invariant", [False, True])
+def test_packed_weights(engine, monkeypatch, width, activation, packed, invariant):
+    """On Hopper loading packs int8 rows in their own memory; the numbers stay."""
+    name, engine.envs.VLLM_BATCH_INVARIANT = "int8_w8a16", invariant
+    monkeypatch.setattr(forms, "known_arch", lambda device: 90)
+    x, weights, ids, q1, q2, biases = problem(name, width=width)
+    x, biases = x.bfloat16(), [b.bfloat16() for b in biases]
+    config = layer(width=width, activation=activation, in_dtype=x.dtype, swiglu_limit=7.0,
+                   swiglu_alpha=1.7, swiglu_beta=1.0)  # fmt: skip
+    made = engine.experts.MoeOpsExperts(config, of_engine(name, q1, q2, biases))
+    module, place = nn.Module(), engine.place.Place(config, get_scheme(name))
     for which, q in (("w13", q1), ("w2", q2)):
-        module.register_parameter(f"{which}_weight", nn.Parameter(q.data, requires_grad=False))
-        module.register_parameter(f"{which}_{scale}", nn.Parameter(q.scale, requires_grad=False))
-    stored = [q._replace(scale=getattr(module, f"{w}_{scale}")) for w, q in
-              (("w13", q1), ("w2", q2))]  # fmt: skip
-    made = engine.experts.MoeOpsExperts(layer(), of_engine(name, *stored, biases))
+        weight = nn.Parameter(q.data.clone(), requires_grad=False)
+        module.register_parameter(f"{which}_weight", weight)
+    before = [x.data_ptr() for x in module.parameters()]
+    call = {"x": x, "topk_weights": weights, "topk_ids": ids}
+    want = served(made, w1=q1.data, w2=q2.data, **call)
     made.process_weights_after_loading(module)
-    assert torch.equal(module.w13_weight, pack_weight(q1, name).data)
-    kept, parameter = made.experts.quant_config.w1_scale, getattr(module, f"w13_{scale}")
-    assert kept.data_ptr() == parameter.data_ptr() and len(list(module.parameters())) == 4
-    out = served(made, x, module.w13_weight, module.w2_weight, weights, ids)
-    want = expected(name, x, q1.data, q2.data, weights, ids, (q1, q2), biases)
-    assert torch.equal(out, want)
+    assert [x.data_ptr() for x in module.parameters()] == before
+    for which, q in (("w13", q1), ("w2", q2)):
+        held = pack_weight(q, name).data if which in packed and not invariant else q.data
+        assert torch.equal(getattr(module, f"{which}_weight"), held)
+        assert torch.equal(place.form(which, q).data, held)  # the rule of other formats
+    assert torch.equal(served(made, w1=module.w13_weight, w2=module.w2_weight, **call), want)
 
 
 def test_other_weights_stay_as_they_are(engine):

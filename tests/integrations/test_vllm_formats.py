@@ -23,6 +23,7 @@ from vllm_layers import AG, BATCH, FP8, exchange, expected, key, layer, problem,
 
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.integrations import _engines
+from moe_ops.pipeline import forms
 from moe_ops.scheme import get_scheme, is_packed, pack_weight
 
 MXFP8 = "|fp8:1x32:e8m0"
@@ -179,7 +180,7 @@ WITH_BIASES = {*GROUPS, "mxfp4_w4a16", "mxfp4_w4a8_token"}
 def test_layers_are_fused_experts(engine, monkeypatch, name, packs):
     """Bit for bit, in both forms; packed weights take the memory of those that vLLM loaded."""
     place = engine.place
-    monkeypatch.setattr(_engines, "reads_packed", lambda *_, **__: packs)
+    monkeypatch.setattr(forms, "reads_packed", lambda *_, **__: packs)
     monkeypatch.setattr(engine.weights, "TOGETHER", 1 if packs else 2**24)  # bytes of AWQ's words
     x, weights, ids, *qs, biases = problem(name, hidden=128, width=128)
     if name == "int4_w4a8_g128":  # scales that vLLM's conversion restores
@@ -214,7 +215,7 @@ def test_rows_of_two_ranks(engine, name):
 @pytest.mark.parametrize("stored", ["w13_weight_scale_2", "w13_weight_global_scale"])
 def test_factors_of_gate_and_up(engine, monkeypatch, stored, packs):
     """NVFP4's factors may differ between gate and up, of which vLLM passes those of gate."""
-    monkeypatch.setattr(_engines, "reads_packed", lambda *_, **__: packs)
+    monkeypatch.setattr(forms, "reads_packed", lambda *_, **__: packs)
     x, weights, ids, q1, q2, _ = problem("nvfp4_w4a16", hidden=128, width=128)
     pairs = q1.global_scale[:, None] * torch.tensor([1.0, 3.0])
     method = Method(engine, layer(hidden=128, width=128), "nvfp4_w4a16")
@@ -247,7 +248,7 @@ def test_fp8_rows_for_the_weights_of_deepseek_v4(engine):
 @pytest.mark.parametrize("module", vllm.METHODS)
 def test_methods_that_choose_marlin(engine, monkeypatch, module, packs):
     """They are wrapped as a whole: where they choose other experts, nothing changes."""
-    monkeypatch.setattr(_engines, "reads_packed", lambda *_, **__: packs)
+    monkeypatch.setattr(forms, "reads_packed", lambda *_, **__: packs)
     made = engine.modules[f"vllm.model_executor.layers.quantization.{module}"]
     method = getattr(made, vllm.METHODS[module])
     x, weights, ids, q1, q2, _ = problem("mxfp4_w4a16", hidden=128, width=128)
@@ -446,5 +447,4 @@ def test_another_interface_of_one_format(monkeypatch, log):
 
 def test_rows_of_other_ranks_may_be_in_16_bits(engine):
     """Weights alone are quantized: vLLM sends rows as they are."""
-    method = Method(engine, layer(moe_parallel_config=AG), "int4_w4a16_g32")
-    assert method.kept.value == "MOE_OPS"
+    assert Method(engine, layer(moe_parallel_config=AG), "int4_w4a16_g32").kept.value == "MOE_OPS"

@@ -6,20 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm_stand_ins as vllm
-from hypothesis import given
-from hypothesis import strategies as st
-from merged_adapters import assert_merged, factors
+from adapter_cases import CASES, E, H, I
+from merged_adapters import factors
 from vllm_layers import AG, BATCH, KEYS, expected, layer, of_engine, problem, served
 from vllm_lora import LoRAConfig, Stacks, Wrapper
 
 from moe_ops import dequantize_weight, pack_weight
 from moe_ops.integrations import _engines
 from moe_ops.integrations.vllm import register
-from moe_ops.testing import Inputs, Problem
+from moe_ops.testing import Inputs
 from moe_ops.training import ExpertLora
 
 STANDARD = vllm.FusedMoEActivationFormat.Standard
-E, H, I = 4, 64, 64  # noqa: E741
 
 
 @pytest.fixture
@@ -48,44 +46,31 @@ def oracle_inputs(operands, scheme, expert_map=None):
     return Inputs(x, w1, w2, weights, ids, expert_map, b1, b2)
 
 
-@given(
-    tokens=st.integers(1, 9),
-    activation=st.sampled_from(("silu", "swigluoai", "gelu")),
-    scheme=st.sampled_from(("unquantized", "int8_w8a16")),
-    slices=st.sampled_from((1, 2)),
-    shared=st.booleans(),
-    on_gpu=st.booleans(),
-    mapped=st.booleans(),
-)
-def test_each_token_has_its_adapter(tokens, activation, scheme, slices, shared, on_gpu, mapped):
-    """The weights with a token's adapter merged into them; factors of a smaller rank, too.
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_each_token_has_its_adapter(engine, case, on_gpu, mapped):
+    """Factors of a smaller rank, too. Behind a step's ids the buffer has those of earlier steps."""
+    scheme, count = "int8_w8a16" if case.quantized else "unquantized", 6 if mapped else E
+    operands = problem(scheme, tokens=case.tokens, num_experts=E, gated=case.kind.is_gated)
+    expert_map = None
+    if mapped:
+        expert_map = torch.tensor([2, -1, 0, 3, 1, -1], dtype=torch.int32)
+        ids = torch.rand(case.tokens, 6).topk(2).indices.to(torch.int32)
+        operands = (*operands[:2], ids, *operands[3:])
+    config = layer(count, local=E, activation=vllm.MoEActivation(case.activation))
+    made, held, wrapper = with_adapters(
+        engine, config, operands, scheme, Wrapper(on_gpu),
+        slices=1 + ("apart" in case.layout), shared="shared" in case.layout,
+    )  # fmt: skip
+    x, weights, ids, q1, q2, _ = operands
 
-    The buffer of ids holds those of earlier steps behind a step's own.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        engine = vllm.install(patch)
-        operands = problem(scheme, tokens=tokens, num_experts=E)
-        expert_map = None
-        if mapped:
-            expert_map = torch.tensor([2, -1, 0, 3, 1, -1], dtype=torch.int32)
-            ids = torch.rand(tokens, 6).topk(2).indices.to(torch.int32)
-            operands = (*operands[:2], ids, *operands[3:])
-        kind = vllm.MoEActivation(activation)
-        config = layer(6 if mapped else E, local=E, activation=kind)
-        made, held, wrapper = with_adapters(
-            engine, config, operands, scheme, Wrapper(on_gpu), slices=slices, shared=shared
-        )
-        x, weights, ids, q1, q2, _ = operands
-        for first in (0, 1):
-            wrapper.update(torch.tensor([1, 0, -1, 2] * 16)[first : first + tokens + 3])
-            step = torch.tensor([1, -1, 0, 1, 2, 0, -1, 0, 0][first:] + [1])[:tokens]
-            wrapper.update(step)
-            out = served(made, x, q1.data, q2.data, weights, ids, expert_map)
-            described = Problem(
-                tokens, 6 if mapped else E, 2, H, I, torch.float32, activation, has_bias=True
-            )
-            inputs = oracle_inputs(operands, scheme, expert_map)
-            assert_merged(out, described, inputs, held.adapters(step), torch.float32)
+    def step(places):
+        wrapper.update(torch.tensor([1, 0, -1, 2] * 16)[: len(x) + 3])
+        wrapper.update(places)
+        return served(made, x, q1.data, q2.data, weights, ids, expert_map)
+
+    case.assert_served(oracle_inputs(operands, scheme, expert_map), step, held.adapters)
 
 
 def test_steps_copy_nothing_and_follow_the_stacks(engine):

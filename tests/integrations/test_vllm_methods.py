@@ -16,7 +16,7 @@ from vllm_formats import awq, bits_of, columns_first, rows_first
 from moe_ops.bench import problems
 from moe_ops.bench.harness import relative_error
 from moe_ops.bench.layer import MAX_REL_ERR
-from moe_ops.integrations import _engines
+from moe_ops.pipeline import forms
 from moe_ops.scheme import get_scheme, is_packed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -243,7 +243,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_method(monkeypatch, case, packs):
     """Plain, and packed as on a Hopper GPU."""
-    monkeypatch.setattr(_engines, "reads_packed", lambda *_, **__: packs)
+    monkeypatch.setattr(forms, "reads_packed", lambda *_, **__: packs)
     make, scheme, tensors = CASES[case]
     experts = problems.make_experts(DENSE, scheme, CPU)
     inputs = problems.make_inputs(DENSE, 7, "uniform", CPU)

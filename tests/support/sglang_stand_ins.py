@@ -18,6 +18,7 @@ from torch import Tensor
 
 MOE = "sglang.srt.layers.moe"
 RUNNERS = f"{MOE}.moe_runner"
+METHODS = "sglang.srt.layers.quantization"
 
 
 class StandardTopKOutput(NamedTuple):
@@ -187,7 +188,7 @@ def hook_registry():
             for target, hook, _ in cls.hooks:
                 module, owner, name = target.rsplit(".", 2)
                 owner = getattr(sys.modules[module], owner)
-                made = vars(owner)[name]
+                made = vars(owner).get(name, getattr(owner, name))  # or that of a base class
                 original = getattr(made, "__func__", made)
 
                 def wrapped(*args, f=original, h=hook, **named):
@@ -198,18 +199,23 @@ def hook_registry():
     return HookRegistry
 
 
-def runner_class(factories):
-    """A class of runners with registered cores, and with LoRA, which hooks change."""
+def runner_class(factories, pool):
+    """A class of runners with registered cores, fused functions, and LoRA, which hooks change."""
 
     class MoeRunner:
         def __init__(self, runner_backend, config, lora_enabled=False):
             self.runner_backend, self.config = Backend(runner_backend), config
             made = factories.get(self.runner_backend.value)
             self.runner_core = None if made is None else made(config)
+            self.fused_func = None
+            if not lora_enabled:
+                self.fused_func = pool.get_fused_func("none", self.runner_backend.value)
 
         def run(self, dispatch_output, quant_info, lora_info=None):
-            """Run a registered core, or return a sign that SGLang's own kernels ran."""
+            """Run a function or a core, or return a sign that SGLang's own kernels ran."""
             layer = (dispatch_output, quant_info, self.config)
+            if self.fused_func is not None:
+                return self.fused_func(*layer)
             if self.runner_core is not None:
                 return self.runner_core.run_from_dispatch(*layer)
             return fused_experts_none_to_triton(*layer)
@@ -235,8 +241,76 @@ def mxfp4_method():
     return Mxfp4MoEMethod
 
 
-def choices(mode):
-    """Stand-ins of how SGLang says what was asked of it, and its method of gpt-oss."""
+def grouped_info(tensors, bits, group):
+    """int4 or int8 with groups, as the Triton runner gets them."""
+    return TritonMoeQuantInfo(
+        use_int4_w4a16=bits == 4, use_int8_w8a16=bits == 8, block_shape=[0, group], **tensors
+    )
+
+
+def rows_first(layer):
+    """Turn words ``(E, K / 8, N)`` and scales ``(E, G, N)`` of compressed-tensors."""
+    for which in ("w13", "w2"):
+        for name in (f"{which}_weight_packed", f"{which}_weight_scale"):
+            x = getattr(layer, name).data.transpose(1, 2).contiguous()
+            x = x.view(torch.uint8) if name.endswith("packed") else x
+            setattr(layer, name, torch.nn.Parameter(x, requires_grad=False))
+
+
+class QuantizeMethodBase:
+    def process_weights_after_loading(self, layer):
+        """Leave the weights as they are."""
+
+    def restore_weights_before_loading(self, layer):
+        """Leave the weights as they are."""
+
+
+def methods_of_groups(runners):
+    """Classes of SGLang's methods of int4 and int8 with groups, which hooks change."""
+
+    class Triton(QuantizeMethodBase):
+        def create_moe_runner(self, layer, moe_runner_config):
+            self.moe_runner_config = moe_runner_config
+            self.runner = runners("triton", moe_runner_config)
+
+        def apply(self, layer, dispatch_output):
+            return self.runner.run(dispatch_output, self.get_triton_quant_info(layer))
+
+    class MoeWNA16Method(Triton):
+        def __init__(self, weight_bits, has_zp):
+            self.weight_bits, self.has_zp = weight_bits, has_zp
+
+        def get_triton_quant_info(self, layer):
+            tensors = {
+                "w13_weight": layer.w13_qweight, "w2_weight": layer.w2_qweight,
+                "w13_scale": layer.w13_scales, "w2_scale": layer.w2_scales,
+            }  # fmt: skip
+            if self.has_zp:
+                tensors |= {"w13_zp": layer.w13_qzeros, "w2_zp": layer.w2_qzeros}
+            return grouped_info(tensors, self.weight_bits, layer.group_size)
+
+    class CompressedTensorsWNA16TritonMoE(Triton):
+        def __init__(self, group_size):
+            self.group_size = group_size
+
+        def process_weights_after_loading(self, layer):
+            if not getattr(layer, "is_triton_converted", False):
+                rows_first(layer)
+                layer.is_triton_converted = True
+
+        def get_triton_quant_info(self, layer):
+            tensors = {
+                "w13_weight": layer.w13_weight_packed, "w2_weight": layer.w2_weight_packed,
+                "w13_scale": layer.w13_weight_scale, "w2_scale": layer.w2_weight_scale,
+            }  # fmt: skip
+            return grouped_info(tensors, 4, self.group_size)
+
+    return MoeWNA16Method, CompressedTensorsWNA16TritonMoE
+
+
+def choices(mode, runners):
+    """Stand-ins of how SGLang says what was asked of it, and its quantization methods."""
+    wna16, compressed = methods_of_groups(runners)
     return {
         f"{MOE}.utils": {
             "resolve_moe_runner_backend": Backend,
@@ -244,7 +318,11 @@ def choices(mode):
             "get_moe_a2a_backend": lambda: Backend(mode.exchange),
         },
         "sglang.srt.utils": {"is_cpu": lambda: mode.cpu},
-        "sglang.srt.layers.quantization.mxfp4": {"Mxfp4MoEMethod": mxfp4_method()},
+        f"{METHODS}.mxfp4": {"Mxfp4MoEMethod": mxfp4_method()},
+        f"{METHODS}.moe_wna16": {"MoeWNA16Method": wna16},
+        f"{METHODS}.compressed_tensors.schemes.compressed_tensors_wNa16_moe": {
+            "CompressedTensorsWNA16TritonMoE": compressed,
+        },
         "sglang.srt.runtime_context": {
             "get_context": Context,
             "get_parallel": Context,
@@ -274,6 +352,7 @@ def modules():
         assert backend_name not in factories
         factories[backend_name] = factory
 
+    runners = runner_class(factories, FusedOpPool)
     mode = SimpleNamespace(batch_invariant=False, captured=False, runner="triton", exchange="none",
                            cpu=False)  # fmt: skip
     contents = {
@@ -289,7 +368,7 @@ def modules():
         },
         f"{RUNNERS}.runner": {
             "register_moe_runner_core": register_moe_runner_core,
-            "_CUSTOM_RUNNER_CORE_FACTORIES": factories, "MoeRunner": runner_class(factories),
+            "_CUSTOM_RUNNER_CORE_FACTORIES": factories, "MoeRunner": runners,
         },
         "sglang.srt.model_executor.runner": {"get_is_capture_mode": lambda: mode.captured},
         f"{RUNNERS}.triton": {
@@ -300,7 +379,7 @@ def modules():
             "StandardDispatchOutput": StandardDispatchOutput,
             "StandardCombineInput": StandardCombineInput,
         },
-        **choices(mode),
+        **choices(mode, runners),
         f"{MOE}.topk": {"StandardTopKOutput": StandardTopKOutput},
         f"{RUNNERS}.triton_utils.fused_moe": {},
         f"{RUNNERS}.triton_utils.fused_moe_triton_config": {
@@ -322,21 +401,20 @@ def install(monkeypatch, package="moe_ops.integrations.sglang"):
     made = modules()
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
-    ours = [
-        f"{package}.{part}" for part in ("_interface", "_lora", "_experts", "_runner", "_mxfp4")
-    ]
+    parts = ("_interface", "_lora", "_experts", "_runner", "_weights", "_mxfp4")
+    ours = [f"{package}.{part}" for part in parts]
     for name in ours:
         monkeypatch.setitem(sys.modules, name, None)  # undone: absent, or as it was
         del sys.modules[name]
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    interface, _, experts, runner, _ = (importlib.import_module(name) for name in ours)
+    interface, _, experts, runner, *_ = (importlib.import_module(name) for name in ours)
     return SimpleNamespace(
         interface=interface,
         experts=experts,
         runner=runner,
         modules=made,
-        mxfp4=made["sglang.srt.layers.quantization.mxfp4"].Mxfp4MoEMethod,
+        mxfp4=made[f"{METHODS}.mxfp4"].Mxfp4MoEMethod,
         runners=made[f"{RUNNERS}.runner"].MoeRunner,
         pool=made[f"{RUNNERS}.base"].FusedOpPool,
         hooks=made["sglang.srt.plugins.hook_registry"].HookRegistry,

@@ -59,15 +59,16 @@ def of_engine(name, q1, q2, biases):
     )  # fmt: skip
 
 
-def problem(name, seed=0, tokens=5, num_experts=4, k=2, hidden=64, width=64):
+def problem(name, seed=0, tokens=5, num_experts=4, k=2, hidden=64, width=64, gated=True):
     """A layer's operands: ``(x, topk_weights, topk_ids, q1, q2, biases)``."""
     torch.manual_seed(seed)
     x = torch.randn(tokens, hidden)
     weights = torch.rand(tokens, k)
     ids = torch.rand(tokens, num_experts).topk(k).indices.to(torch.int32)
-    w1, w2 = torch.randn(num_experts, 2 * width, hidden) / 8, torch.randn(
+    rows = (1 + gated) * width
+    w1, w2 = torch.randn(num_experts, rows, hidden) / 8, torch.randn(
         num_experts, hidden, width) / 8  # fmt: skip
-    biases = torch.randn(num_experts, 2 * width), torch.randn(num_experts, hidden)
+    biases = torch.randn(num_experts, rows), torch.randn(num_experts, hidden)
     q = [quantize_weight(w, name) for w in (w1, w2)] if name != "unquantized" else None
     return x, weights, ids, *(q or (type("Plain", (), {"data": w}) for w in (w1, w2))), biases
 

@@ -7,7 +7,8 @@ is; ``SGLANG_PLUGINS`` of SGLang, if it is set, must name ``moe_ops``.
 Layers without an exchange of tokens that SGLang would run with its Triton kernels run here (start
 the server with ``--moe-runner-backend triton`` where it would choose other kernels). What is not
 served runs SGLang's own function, and one line of the log says why. gpt-oss in MXFP4 stays in MXFP4
-there, where SGLang dequantizes its weights for the Triton runner. A layer can also be made with
+there, where SGLang dequantizes its weights for the Triton runner. MXFP4, and int4 and int8 with
+groups, are packed where kernels of the GPU read that form. A layer can also be made with
 ``MoeRunner(resolve_moe_runner_backend("moe_ops"), config)``, which has nothing to fall back to.
 """
 
@@ -39,10 +40,11 @@ def register() -> None:
 def _register() -> str | None:
     """Wrap SGLang's functions, or return why not."""
     interface = import_module(f"{__name__}._interface")
-    lacks = interface.missing()
+    lacks, *loaded = interface.formats().values()
     if lacks:
         return f"it has no {lacks} as this plug-in knows it (it was written for SGLang {VERSION})"
-    is_new = import_module(f"{__name__}._runner").install()
-    if is_new and interface.missing_for_mxfp4() is None:
-        import_module(f"{__name__}._mxfp4").install()
+    if import_module(f"{__name__}._runner").install():
+        for lacks, module in zip(loaded, ("_mxfp4", "_weights"), strict=True):
+            if lacks is None:
+                import_module(f"{__name__}.{module}").install()
     return None

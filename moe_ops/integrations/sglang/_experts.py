@@ -22,6 +22,7 @@ from moe_ops.scheme import (
     FusedMoEQuantConfig,
     Scheme,
     get_scheme,
+    is_packed,
     min_capability,
 )
 from moe_ops.scheme.packed import PACKED_DTYPES
@@ -41,6 +42,12 @@ class KeptWeights:
     """Weights without kernels of SGLang: a base for subclasses of its ``TritonMoeQuantInfo``."""
 
     scheme_name: str
+
+
+def is_kept(info: Any) -> bool:
+    """Whether SGLang's kernels cannot read the weights of a ``TritonMoeQuantInfo``."""
+    weights = (info.w13_weight, info.w2_weight)
+    return isinstance(info, KeptWeights) or any(map(is_packed, weights))
 
 
 def run(
@@ -214,10 +221,9 @@ def _refuse_any(rules: dict[str, bool]) -> None:
 def _check_weight_form(x: Tensor, info: Any, scheme: Scheme) -> None:
     """Raise NotImplementedError for weights of another form."""
     w1, w2, quant = info.w13_weight, info.w2_weight, scheme.weight
-    dtype = x.dtype if quant is None else quant.dtype
-    also = PACKED_DTYPES if isinstance(info, KeptWeights) else ()
-    if not {w1.dtype, w2.dtype} <= {dtype, *also} or x.dtype not in checks.FLOATS:
-        raise NotImplementedError(f"weights must be {dtype} for {scheme.name}, got {w1.dtype}")
+    dtypes = (x.dtype,) if quant is None else (quant.dtype, *PACKED_DTYPES)
+    if not {w1.dtype, w2.dtype} <= {*dtypes} or x.dtype not in checks.FLOATS:
+        raise NotImplementedError(f"weights must be {dtypes[0]} for {scheme.name}, got {w1.dtype}")
     columns = w1.shape[2] * scheme.numbers_per_entry(w1.dtype)
     if columns != x.shape[1]:
         raise NotImplementedError(f"w13 must have {x.shape[1]} columns, got {columns}")

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any
 
-from moe_ops.integrations._engines import attribute_of
+from moe_ops.integrations._engines import attribute_of, split_name
 
 MOE = "sglang.srt.layers.moe"
 RUNNERS = f"{MOE}.moe_runner"
@@ -52,29 +52,50 @@ PARTS = {
 """Fields of classes and parameters of functions, by module and name."""
 
 
-METHODS = "sglang.srt.layers.quantization.mxfp4"
-MXFP4 = f"{METHODS}.Mxfp4MoEMethod"
+METHODS = "sglang.srt.layers.quantization"
+MXFP4 = f"{METHODS}.mxfp4.Mxfp4MoEMethod"
 """SGLang's quantization method of gpt-oss."""
-MXFP4_NAMES = {
+WNA16 = f"{METHODS}.moe_wna16.MoeWNA16Method"
+"""Its method of AWQ and GPTQ for the Triton runner."""
+COMPRESSED = (
+    f"{METHODS}.compressed_tensors.schemes.compressed_tensors_wNa16_moe"
+    ".CompressedTensorsWNA16TritonMoE"
+)
+"""Its method of int4 of compressed-tensors for the Triton runner."""
+GPT_OSS, GROUPS = "gpt-oss in MXFP4", "int4 and int8 in the packed form"
+LOADED_NAMES = {
     f"{MOE}.utils": ("get_moe_runner_backend", "get_moe_a2a_backend"),
     "sglang.srt.utils": ("is_cpu",),
     "sglang.srt.runtime_context": ("get_exec",),
 }
-MXFP4_PARTS = {
-    (METHODS, "Mxfp4MoEMethod.process_weights_after_loading"): ("self", "layer"),
-    (METHODS, "Mxfp4MoEMethod.apply"): ("self", "layer", "dispatch_output"),
+"""Names for weights that are kept or packed when SGLang has loaded them."""
+LOADED_PARTS: dict[str, dict[str, tuple[str, ...]]] = {
+    GPT_OSS: {
+        f"{MXFP4}.process_weights_after_loading": ("self", "layer"),
+        f"{MXFP4}.apply": ("self", "layer", "dispatch_output"),
+    },
+    GROUPS: {
+        f"{WNA16}.process_weights_after_loading": ("self", "layer"),
+        f"{WNA16}.restore_weights_before_loading": ("self", "layer"),
+        f"{WNA16}.get_triton_quant_info": ("self", "layer"),
+        f"{COMPRESSED}.process_weights_after_loading": ("self", "layer"),
+        f"{COMPRESSED}.get_triton_quant_info": ("self", "layer"),
+    },
 }
-"""Names and parts for gpt-oss in MXFP4 alone."""
+"""Parameters of methods, for each kind of such weights."""
 
 
-def missing() -> str | None:
-    """Return the first name that SGLang lacks, or whose parts are others; None: no such name."""
-    return _first_missing(NAMES, PARTS)
+def formats() -> dict[str, str | None]:
+    """Return what the plug-in serves, each with the first name that SGLang lacks for it.
 
-
-def missing_for_mxfp4() -> str | None:
-    """Return the first name that SGLang lacks for gpt-oss in MXFP4 alone; None: no such name."""
-    return _first_missing(MXFP4_NAMES, MXFP4_PARTS)
+    A name is lacking if it is not there, or if its fields or parameters are others.
+    """
+    lacks = _first_missing(NAMES, PARTS)
+    kinds = {"layers of the Triton runner": lacks}
+    for kind, methods in LOADED_PARTS.items():
+        parts = {split_name(name): parameters for name, parameters in methods.items()}
+        kinds[kind] = lacks or _first_missing(LOADED_NAMES, parts)
+    return kinds
 
 
 def _first_missing(
@@ -90,12 +111,6 @@ def _first_missing(
         if value is None or _part_names(value) != parts:
             return f"{module}.{name}"
     return None
-
-
-def formats() -> dict[str, str | None]:
-    """Return the kinds of layers that the plug-in serves, each with a name that SGLang lacks."""
-    lacks = missing()
-    return {"layers of the Triton runner": lacks, "gpt-oss in MXFP4": lacks or missing_for_mxfp4()}
 
 
 def _part_names(value: Any) -> tuple[str, ...]:

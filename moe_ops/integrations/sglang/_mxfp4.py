@@ -7,23 +7,15 @@ read it, else in the checkpoint's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import torch
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
-from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_exec
-from sglang.srt.utils import is_cpu
-from torch import nn
 
-from moe_ops.integrations._engines import form_of_gpu
 from moe_ops.integrations.sglang._experts import KeptWeights, say_that_sglang_runs, served_layer
 from moe_ops.integrations.sglang._interface import MXFP4
 from moe_ops.integrations.sglang._runner import run_to_combine
-from moe_ops.scheme import SCHEMES
-from moe_ops.tensors import QTensor
+from moe_ops.integrations.sglang._weights import for_triton_alone, hold_in_form_of_gpu
 
 KEPT = "_moe_ops_mxfp4"
 """Attribute of a layer whose weights stay in MXFP4: its `Mxfp4QuantInfo`."""
@@ -32,7 +24,7 @@ KEPT = "_moe_ops_mxfp4"
 class Mxfp4QuantInfo(KeptWeights, TritonMoeQuantInfo):  # type: ignore[misc]
     """Weights ``(E, 2I, H / 2)`` and ``(E, H, I / 2)`` uint8 with e8m0 scales of 32 columns.
 
-    Or both in the packed form, see `moe_ops.pack_weight`.
+    Each may be in the packed form, see `moe_ops.pack_weight`.
     """
 
     scheme_name = "mxfp4_w4a16"
@@ -51,8 +43,7 @@ def keep_weights(original: Callable[..., Any], method: Any, layer: Any) -> None:
     A hook around ``Mxfp4MoEMethod.process_weights_after_loading``. SGLang's Triton runner has no
     kernels for these weights, so what this library does not serve must be known here.
     """
-    backend, exchange = get_moe_runner_backend(), get_moe_a2a_backend()
-    if (backend.is_triton() or backend.is_auto()) and exchange.is_none() and not is_cpu():
+    if for_triton_alone():
         info = Mxfp4QuantInfo(
             w13_weight=layer.w13_weight,
             w2_weight=layer.w2_weight,
@@ -62,34 +53,14 @@ def keep_weights(original: Callable[..., Any], method: Any, layer: Any) -> None:
             w2_scale=layer.w2_weight_scale,
         )
         try:
-            served_layer(info, layer.moe_runner_config)
+            kind = served_layer(info, layer.moe_runner_config)
         except (NotImplementedError, ValueError) as error:
             say_that_sglang_runs(error)
         else:
-            setattr(layer, KEPT, in_form_of_gpu(layer, info))
+            hold_in_form_of_gpu(info, layer.moe_runner_config, *kind)
+            setattr(layer, KEPT, info)
             return
     original(method, layer)
-
-
-def in_form_of_gpu(layer: Any, info: Mxfp4QuantInfo) -> Mxfp4QuantInfo:
-    """Pack the weights of a layer where its GPU reads that form, in their own memory."""
-    scheme = SCHEMES[info.scheme_name]
-    width = info.w2_weight.shape[2] * scheme.numbers_per_entry(info.w2_weight.dtype)
-    # The mode that is asked for with each call begins once the weights are loaded.
-    invariant = get_exec().deterministic.enable_deterministic_inference
-    for which in ("w13", "w2"):
-        weight, scale = getattr(info, f"{which}_weight"), getattr(info, f"{which}_scale")
-        q = form_of_gpu(
-            QTensor(weight.data, scale.data),
-            scheme,
-            torch.bfloat16,  # as SGLang runs gpt-oss
-            width,
-            batch_invariant=invariant,
-        )
-        info = replace(info, **{f"{which}_weight": q.data, f"{which}_scale": q.scale})
-        for name, tensor in ((f"{which}_weight", q.data), (f"{which}_weight_scale", q.scale)):
-            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))  # type: ignore[arg-type]
-    return info
 
 
 def run_kept(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:

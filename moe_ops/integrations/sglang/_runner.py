@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
@@ -19,7 +19,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import (
 from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from moe_ops.integrations.sglang._experts import run, say_that_sglang_runs
+from moe_ops.integrations.sglang._experts import is_kept, run, say_that_sglang_runs
 from moe_ops.integrations.sglang._interface import RUNNERS
 
 NAME = "moe_ops"
@@ -38,7 +38,7 @@ def install() -> bool:
         register_moe_runner_core(NAME, MoeOpsRunnerCore)
         target = f"{RUNNERS}.base.FusedOpPool.get_fused_func"
         HookRegistry.register(target, get_fused_func, HookType.AROUND)
-        HookRegistry.register(f"{RUNNERS}.runner.MoeRunner.run", run_with_adapters, HookType.AROUND)
+        HookRegistry.register(f"{RUNNERS}.runner.MoeRunner.run", run_in_triton, HookType.AROUND)
     return is_new
 
 
@@ -62,16 +62,12 @@ def with_fallback(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def fused_experts(dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
         layer = (dispatch_output, quant_info, runner_config)
-        try:
-            return run_to_combine(*layer)
-        except (NotImplementedError, ValueError) as error:
-            say_that_sglang_runs(error)
-            return function(*layer)
+        return run_or(partial(function, *layer), *layer)
 
     return fused_experts
 
 
-def run_with_adapters(
+def run_in_triton(
     original: Callable[..., Any],
     runner: Any,
     dispatch_output: Any,
@@ -80,15 +76,37 @@ def run_with_adapters(
 ) -> Any:
     """Run a layer with LoRA, for which SGLang asks no fused function; else ``original``.
 
-    A hook around ``MoeRunner.run``.
+    A hook around ``MoeRunner.run``. Weights that SGLang's kernels cannot read run here in any case.
     """
-    standard = isinstance(dispatch_output, StandardDispatchOutput)
-    if lora_info is not None and standard and runner.runner_backend.is_triton():
-        try:
-            return run_to_combine(dispatch_output, quant_info, runner.config, lora_info)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            say_that_sglang_runs(error)
-    return original(runner, dispatch_output, quant_info, lora_info)
+    adapts = lora_info is not None and isinstance(dispatch_output, StandardDispatchOutput)
+    ours = runner.runner_backend.is_triton() and (adapts or is_kept(quant_info))
+    theirs = partial(original, runner, dispatch_output, quant_info, lora_info)
+    if ours:
+        return run_or(theirs, dispatch_output, quant_info, runner.config, lora_info)
+    return theirs()
+
+
+def run_or(
+    original: Callable[[], Any],
+    dispatch_output: Any,
+    quant_info: Any,
+    runner_config: Any,
+    lora_info: Any = None,
+) -> Any:
+    """Run a layer; ``original`` on what is not served.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: a layer that is not served, whose weights
+            SGLang's kernels cannot read.
+    """
+    try:
+        return run_to_combine(dispatch_output, quant_info, runner_config, lora_info)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        kept = is_kept(quant_info)
+        if kept:
+            raise
+        say_that_sglang_runs(error)
+        return original()
 
 
 def run_to_combine(

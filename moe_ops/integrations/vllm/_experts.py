@@ -25,10 +25,10 @@ from moe_ops.integrations.vllm._schemes import library_config, scheme_of_keys
 from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonExperts
 from moe_ops.pipeline.adapters import Adapters
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.forms import reads_packed
+from moe_ops.pipeline.forms import form_of_gpu
 from moe_ops.pipeline.forward import forward
 from moe_ops.routing import RoutingMethodType
-from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Scheme, is_packed, pack_weight
+from moe_ops.scheme import Scheme
 from moe_ops.tensors import QTensor, Routing
 
 ENGINE = "vllm"
@@ -83,6 +83,17 @@ def library_layer(moe_config: Any, activation: Activation) -> FusedMoEConfig:
     )
 
 
+def weight_of_layer(which: str, q: QTensor, scheme: Scheme, moe_config: Any) -> QTensor:
+    """Return ``w13`` or ``w2`` in the form that kernels of its GPU read; see `form_of_gpu`."""
+    return form_of_gpu(
+        q,
+        scheme,
+        moe_config.in_dtype,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        activation=layer_activation(moe_config).key if which == "w13" else "",
+    )
+
+
 class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     """What the experts of both formats share.
 
@@ -105,18 +116,14 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     ) -> None:
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.library_activation = layer_activation(moe_config, quant_config)
-        self._use(library_config(quant_config, moe_config.num_local_experts))
-        scheme = self.experts.quant_config.scheme
-        say_that_it_serves(ENGINE, scheme, self.library_activation.key)
-
-    def _use(self, config: FusedMoEQuantConfig) -> None:
-        """Make the experts that run, of a scheme with its scales and biases."""
         self.experts: Any = self.EXPERTS(
-            library_layer(self.moe_config, self.library_activation),
-            config,
+            library_layer(moe_config, self.library_activation),
+            library_config(quant_config, moe_config.num_local_experts),
             self.max_num_tokens,
             self.num_dispatchers,
         )
+        scheme = self.experts.quant_config.scheme
+        say_that_it_serves(ENGINE, scheme, self.library_activation.key)
 
     @property
     def post_gemm2_hook(self) -> None:
@@ -185,34 +192,19 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         return True
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack the weights that a kernel of the layer's GPU reads in the packed form.
+        """Pack int8 weights with a scale per row, which vLLM brings here in the plain form.
 
-        vLLM brings int8 per row here in its plain form. Other formats are packed when vLLM converts
-        them, see `_weights`.
+        Other formats are packed when vLLM converts them, see `_weights`.
         """
         config = self.experts.quant_config
-        if config.scheme.weight is None or config.scheme.activation is not None:
+        if config.scheme.name != "int8_w8a16":
             return
-        invariant = self.experts.moe_config.batch_invariant
-        tensors = {name: getattr(config, name) for name in TENSORS}
-        for which, name in (("w13", "w1_scale"), ("w2", "w2_scale")):
+        for which, scale in (("w13", config.w1_scale), ("w2", config.w2_scale)):
             weight = getattr(layer, f"{which}_weight")
-            reads = not is_packed(weight) and reads_packed(
-                weight,
-                config.scheme,
-                self.moe_config.in_dtype,
-                batch_invariant=invariant,
-                activation=self.library_activation.key if which == "w13" else "",
-            )
-            if not reads:
-                continue
-            scale = tensors[name].data
-            converted = pack_weight(QTensor(weight.data, scale), config.scheme)
-            replace_parameter(layer, f"{which}_weight", converted.data)
-            if converted.scale is not scale:  # scales of MXFP4, whose parameter has this name
-                replace_parameter(layer, f"{which}_weight_scale", converted.scale)
-                tensors[name] = getattr(layer, f"{which}_weight_scale")
-        self._use(FusedMoEQuantConfig(config.scheme, **tensors))
+            q = QTensor(weight.data, scale.data)
+            q = weight_of_layer(which, q, config.scheme, self.moe_config)
+            if q.data.dtype != weight.dtype:
+                replace_parameter(layer, f"{which}_weight", q.data)
 
 
 class MoeOpsExperts(LoRAExpertsMixin, MoeOpsExpertsBase):

@@ -19,11 +19,11 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from moe_ops.integrations._engines import attribute_of, say_once
+from moe_ops.integrations._engines import attribute_of, say_once, split_name
 from moe_ops.integrations.vllm import _kernels, _weights
 from moe_ops.integrations.vllm._choice import choose_experts
 from moe_ops.integrations.vllm._experts import ENGINE, MoeOpsExperts, layer_refusal
-from moe_ops.integrations.vllm._interface import FORMATS, ORACLES, missing_of, split_name
+from moe_ops.integrations.vllm._interface import FORMATS, ORACLES, missing_of
 from moe_ops.integrations.vllm._methods import choosing, processing
 from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_ops.integrations._engines import attribute_of
+from moe_ops.integrations._engines import attribute_of, split_name
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
 ORACLES = f"{LAYERS}.oracle"
@@ -186,14 +186,6 @@ def missing_of(format: str) -> str | None:
         if function is None or not set(parameters) <= set(signature(function).parameters):
             return name
     return None
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the module of a dotted name and the rest, which begins at the first capital letter."""
-    parts = name.split(".")
-    classes = [i for i, part in enumerate(parts) if part[0].isupper()]
-    end = classes[0] if classes else len(parts) - 1
-    return ".".join(parts[:end]), ".".join(parts[end:])
 
 
 def formats() -> dict[str, str | None]:

@@ -38,7 +38,7 @@ def processing(function: Callable) -> Callable:
             return
         for which in ("w13", "w2"):
             scale = getattr(layer, f"{which}_weight_scale")
-            q = formed(place, getattr(layer, f"{which}_weight_packed"), scale)
+            q = formed(place, which, getattr(layer, f"{which}_weight_packed"), scale)
             delattr(layer, f"{which}_weight_packed")
             parameter = nn.Parameter(q.data, requires_grad=False)
             layer.register_parameter(f"{which}_weight", parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_ops.integrations._engines import form_of_gpu
+from moe_ops.integrations.vllm._experts import weight_of_layer
 from moe_ops.scheme import Scheme
 from moe_ops.tensors import QTensor
 
@@ -26,8 +26,6 @@ class Place:
         self.moe_config = moe_config
         self.scheme = scheme
 
-    def form(self, q: QTensor, *, batch_invariant: bool) -> QTensor:
-        """Return a weight in the form that kernels of its GPU read; see `form_of_gpu`."""
-        config = self.moe_config
-        width = config.intermediate_size_per_partition
-        return form_of_gpu(q, self.scheme, config.in_dtype, width, batch_invariant=batch_invariant)
+    def form(self, which: str, q: QTensor) -> QTensor:
+        """Return ``w13`` or ``w2`` in the form that kernels of its GPU read."""
+        return weight_of_layer(which, q, self.scheme, self.moe_config)

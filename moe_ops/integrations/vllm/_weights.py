@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from torch import Tensor
 
 from moe_ops.integrations.vllm._place import Place
@@ -32,14 +31,15 @@ def data_of(x: Tensor | None) -> Tensor | None:
 
 def formed(
     place: Place,
+    which: str,
     data: Tensor,
     scale: Tensor | None,
     zero_point: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> QTensor:
-    """Return a weight in the form that its GPU reads."""
+    """Return ``w13`` or ``w2`` in the form that its GPU reads."""
     q = QTensor(data.data, data_of(scale), data_of(zero_point), data_of(factor))
-    return place.form(q, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+    return place.form(which, q)
 
 
 def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
@@ -50,7 +50,7 @@ def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
         zeros = data_of(arguments[f"{which}_qzeros"])
         q = plain(arguments[which].data, arguments[f"{which}_scale"].data, zeros, bits)
         zero_point = q.zero_point if place.scheme.weight.zero_point else None  # type: ignore[union-attr]
-        qs.append(formed(place, q.data, q.scale, zero_point))
+        qs.append(formed(place, which, q.data, q.scale, zero_point))
     (w13, scale13, zero13, _), (w2, scale2, zero2, _) = qs
     biases = (data_of(arguments["w13_bias"]), data_of(arguments["w2_bias"]))
     return w13, w2, scale13, scale2, zero13, zero2, None, None, *biases
@@ -95,7 +95,8 @@ def int4_under_fp8(place: Place, arguments: Arguments) -> tuple[Tensor | None, .
         parts = {kind: x for kind, _, x in channel_scales(scales.flatten(0, 1))}
         scale = parts["scale"].unflatten(0, (experts, n))
         factor = parts["channel_scale"].unflatten(0, (experts, n))
-        qs.append(formed(place, words.contiguous().view(torch.uint8), scale, None, factor))
+        data = words.contiguous().view(torch.uint8)
+        qs.append(formed(place, which, data, scale, None, factor))
     (w13, scale13, _, factor13), (w2, scale2, _, factor2) = qs
     return w13, w2, scale13, scale2, factor13, factor2, None, None
 
@@ -109,7 +110,7 @@ def nvfp4(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     factors = {"w13": gate_and_up(arguments), "w2": arguments["w2_scale_2"]}
     for which, factor in factors.items():
         data, scale = arguments[which], arguments[f"{which}_scale"]
-        q = formed(place, data, scale, None, factor)
+        q = formed(place, which, data, scale, None, factor)
         made += [q.data, q.scale, q.global_scale, None]
     return tuple(made)
 
@@ -127,14 +128,14 @@ def gate_and_up(arguments: Arguments) -> Tensor:
 
 def mxfp4(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """MXFP4 weights, with or without biases."""
-    w13 = formed(place, arguments["w13_weight"], arguments["w13_weight_scale"])
-    w2 = formed(place, arguments["w2_weight"], arguments["w2_weight_scale"])
+    w13 = formed(place, "w13", arguments["w13_weight"], arguments["w13_weight_scale"])
+    w2 = formed(place, "w2", arguments["w2_weight"], arguments["w2_weight_scale"])
     biases = (data_of(arguments["w13_bias"]), data_of(arguments["w2_bias"]))
     return w13.data, w2.data, w13.scale, w2.scale, *biases
 
 
 def mxfp8(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """MXFP8 weights; activations stay in 16 bits."""
-    w13 = formed(place, arguments["w13"], arguments["w13_scale"])
-    w2 = formed(place, arguments["w2"], arguments["w2_scale"])
+    w13 = formed(place, "w13", arguments["w13"], arguments["w13_scale"])
+    w2 = formed(place, "w2", arguments["w2"], arguments["w2_scale"])
     return w13.data, w2.data, w13.scale, w2.scale
