@@ -39,10 +39,10 @@ def test_the_ctas_that_were_fastest(tiles, ctas):
 @every_row("scheme", ["mxfp4_w4a16", "int8_w8a16", "int4_w4a16_g32"])
 def test_stages_fit_the_ctas(scheme):
     """Fewer CTAs have room for more stages, up to what brings anything."""
-    quant, seen = get_scheme(scheme).weight, {}
+    seen = {}
     for tokens in (1, 4, 8, 16, 64, 200, 512):
         sizes = sizes_of(8 * tokens, (128, 1536, 2048), 2, PORTABLE, "silu")
-        tiles = few_tiles(sizes, quant, NO_GPU)
+        tiles = few_tiles(sizes, get_scheme(scheme), NO_GPU)
         if tiles.block_m == 16:
             seen[tiles.ctas] = tiles.num_stages
     assert len(seen) > 1 and set(seen) <= set(FEW_CTAS[16])
@@ -52,9 +52,9 @@ def test_stages_fit_the_ctas(scheme):
 
 def test_experts_of_a_rank_are_few():
     """32 slots reach 20 of 32 experts, and 7 of a quarter of 128: fewer CTAs are as many waves."""
-    quant, of_rank = get_scheme("mxfp4_w4a16").weight, routed_among(PORTABLE, 128)
+    scheme, of_rank = get_scheme("mxfp4_w4a16"), routed_among(PORTABLE, 128)
     for rule, experts, ctas in ((PORTABLE, 20.4, 4), (of_rank, 7.1, 2)):
-        tiles = few_tiles(sizes_of(32, (32, 2048, 2880), 2, rule, ""), quant, NO_GPU)
+        tiles = few_tiles(sizes_of(32, (32, 2048, 2880), 2, rule, ""), scheme, NO_GPU)
         assert tiles.ctas == few_ctas(16, experts * 2048 / 128, NO_GPU) == ctas
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -282,14 +282,20 @@ class DecodeGemm:
         self, operands: GemmOperands, quant: Quant | None, plan: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor | None]:
         """Gather the rows in plan order, in 16 bits or in fp8; return the rows and their scales."""
-        a, rest = operands.a, (plan, num_slots, self.num_rows, self.problem.top_k)
+        a = operands.a
+        order: dict[str, Any] = {
+            "plan": plan,
+            "num_slots": num_slots,
+            "num_rows": self.num_rows,
+            "top_k": self.problem.top_k,
+        }
         if quant is None:
-            return pack_rows(a, None, *rest)
+            return pack_rows(a, None, **order)
         fp8 = multiplies_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
         form = RIFFLED if fp8 else WIDE
         if a.dtype == quant.dtype:
-            return pack_rows(a, dense(operands.a_scale), *rest, form)
-        return quantize_rows(a, None, quant, *rest, form)
+            return pack_rows(a, dense(operands.a_scale), **order, form=form)
+        return quantize_rows(a, None, quant, **order, form=form)
 
 
 def rows_in_16_bits(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:
