@@ -1,6 +1,7 @@
 """Arguments of another kind: named in a TypeError or ValueError before anything runs."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ NUMBERS = [
 def test_another_kind_is_named(function, name, value):
     function(**GOOD[function])
     named = {"n_local_expert": "local_expert", "qtype": "quant_dtype"}.get(name, name)
-    if name == "quant_config" and (isinstance(value, str) or function is moe_ops.FusedMoE):
+    if name == "quant_config" and function is moe_ops.FusedMoE:
         named = "scheme"
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{named}.* must"):
         function(**{**GOOD[function], name: value})
@@ -127,6 +128,11 @@ def test_axes_are_neither_fewer_nor_more():
     for shape in ((3,), (1, 2, 3)):
         with pytest.raises(ValueError, match="x must have 2 axes"):
             checks.tensor("x", torch.zeros(shape), 2, checks.FLOATS)
+
+
+def test_logits_on_another_device():
+    with pytest.raises(ValueError, match="gating_output must be on the device of hidden_states"):
+        moe_ops.fused_moe(X, W1, W2, LOGITS.to("meta"), K)
 
 
 def test_tensors_of_a_quant_config():
@@ -278,11 +284,16 @@ def test_configurations_of_another_kind():
     for call in (moe_ops.select_kernel, moe_ops.explain):
         with pytest.raises(TypeError, match="config must be a FusedMoEConfig, got str"):
             call("qwen", "unquantized")
+    with pytest.raises(ValueError, match="device must be a torch.device or its name"):
+        moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"device": 2**70})
     with pytest.raises(TypeError, match="moe_config must be a FusedMoEConfig, got NoneType"):
         moe_ops.pipeline.TritonExperts(None, moe_ops.FusedMoEQuantConfig("unquantized"))
-    for counts in (["1"], [-1], -1):
-        with pytest.raises((TypeError, ValueError), match="num_tokens must be"):
-            moe_ops.warmup(W1, W2, K, counts)
+    for counts in (["1"], [-1], -1, 1.5, None):
+        for warm_up in (partial(moe_ops.warmup, W1, W2, K), moe_ops.FusedMoE(E, K, H, I).warmup):
+            with pytest.raises((TypeError, ValueError), match="num_tokens must be"):
+                warm_up(counts)
+    with pytest.raises(ValueError, match="w1 must hold at least one expert"):
+        moe_ops.warmup(W1[:0], W2[:0], K, 1)
 
 
 def test_reductions_of_another_kind():
