@@ -204,6 +204,13 @@ def integer(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an int, got {_shown(value)}")
 
 
+def plain(value: Any) -> Any:
+    """Python's own number for one of numpy's, which Dynamo takes for a tensor; or the value."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def at_least(least: int, **numbers: int) -> None:
     """Check sizes and counts: at least ``least``, and within the 32 bits that kernels count in."""
     for name, value in numbers.items():

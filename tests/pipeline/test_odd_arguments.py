@@ -3,6 +3,7 @@
 import inspect
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from good_arguments import GOOD, IDS, LOGITS, W1, W2, WEIGHTS, E, H, I, K, X
@@ -210,6 +211,13 @@ def test_settings_of_an_activation(settings, error):
         ({"intermediate_size": -1}, ValueError, "intermediate_size must be at least 1"),
         ({"quant_config": "mxfp4", "hidden_size": 33}, ValueError, "hidden_size must be even"),
         ({"shared_experts": 3}, TypeError, "shared_experts must be callable, got int"),
+        ({"prefix": torch.tensor(3)}, TypeError, "prefix must be a str, got Tensor"),
+        ({"quant_config": ""}, TypeError, "scheme must be a Scheme, its name or None, got str"),
+        ({"all2all_backend": ""}, ValueError, "all2all_backend must be one of"),
+        ({"all2all_backend": 0}, TypeError, "all2all_backend must be one of"),
+        ({"routed_scaling_factor": float("nan")}, ValueError, "routed_scaling_factor must be"),
+        ({"num_experts": 4097}, ValueError, "num_experts must be in 1..4096, got 4097"),
+        ({"zero_expert_num": 1}, ValueError, "zero_expert_type must be one of"),
     ],
 )
 def test_options_of_a_layer(options, error, message):
@@ -234,6 +242,24 @@ def test_leading_axes_of_tokens_and_logits():
             layer(x, logits)
     with pytest.raises(TypeError, match="hidden_states must be a Tensor, got NoneType"):
         layer(None, None)
+
+
+def test_tokens_without_numbers():
+    layer = moe_ops.FusedMoE(E, K, H, I)
+    for shape in ((0,), (2, 3, 0), (2, 0)):
+        with pytest.raises(ValueError, match="hidden_states.* must be"):
+            layer(torch.zeros(shape), torch.zeros(*shape[:-1], E))
+
+
+def test_numbers_of_numpy():
+    """They make the layer that Python's numbers make, also for a compiler."""
+    sizes = [np.int64(n) for n in (E, K, H, I)]
+    options = dict(routed_scaling_factor=np.float32(2.5), chunk_size=np.int64(2))
+    layer = moe_ops.FusedMoE(*sizes, **options, n_shared_experts=np.int64(0))
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(X, LOGITS), layer(X, LOGITS))
+    part = moe_ops.FusedMoE(*sizes, ep_size=np.int64(2))
+    assert part.moe_parallel_config.use_ep is True
 
 
 def test_experts_that_ranks_cannot_share_evenly():
