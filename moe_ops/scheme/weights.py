@@ -112,7 +112,7 @@ def dequantize_weight(
         ``(E, N, K)`` in ``dtype``.
 
     Raises:
-        TypeError: ``q`` is not a `QTensor`, or ``dtype`` not a dtype.
+        TypeError: ``q`` is not a `QTensor`, or ``dtype`` not a dtype of floats.
         ValueError: ``q`` lacks a scale, zero point or global scale of the scheme; an unknown name.
         NotImplementedError: a `Scheme` that operators cannot compute.
     """
@@ -120,8 +120,8 @@ def dequantize_weight(
     quant = scheme.weight
     if not isinstance(q, QTensor):
         raise TypeError(f"q must be a QTensor, got {type(q).__name__}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a torch.dtype of floats, got {dtype!r}")
     if quant is None:
         return q.data.to(dtype)
     if is_packed(q.data):

@@ -251,6 +251,97 @@ def test_tokens_without_numbers():
             layer(torch.zeros(shape), torch.zeros(*shape[:-1], E))
 
 
+def counts_of(counts, device="cpu"):
+    return moe_ops.pipeline.ExpertTokensMetadata.make_from_list(counts, device)
+
+
+def kernel_of(parallel):
+    config = moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig])
+    experts = moe_ops.pipeline.TritonExperts(config, moe_ops.FusedMoEQuantConfig("unquantized"))
+    part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
+    return moe_ops.FusedMoEKernel(part, experts, moe_parallel_config=parallel)
+
+
+FP8 = moe_ops.quantize_weight(W1, "fp8_channel")
+ADAPTER = (torch.zeros(1, E, 2, H), torch.zeros(1, E, I, 2))
+
+
+@every_row(
+    ("call", "error", "message"),
+    [
+        (lambda: counts_of(3), TypeError, "expert_num_tokens_list must be a Sequence, got int"),
+        (lambda: counts_of([-1]), ValueError, "expert_num_tokens_list must be at least 0"),
+        (lambda: counts_of([2**31]), ValueError, "expert_num_tokens_list must be at most"),
+        (lambda: counts_of([1.5]), TypeError, "expert_num_tokens_list must be an int"),
+        (lambda: counts_of([1], "what"), ValueError, "device must be a torch.device"),
+        (lambda: kernel_of(3), TypeError, "moe_parallel_config must be a FusedMoEParallelConfig"),
+        (
+            lambda: moe_ops.dequantize_weight(FP8, "fp8_channel", torch.int8),
+            TypeError,
+            "dtype must be a torch.dtype of floats, got torch.int8",
+        ),
+        (
+            lambda: moe_ops.quantize_(moe_ops.FusedMoE(E, K, H, I), "fp8_channel", modules=3),
+            TypeError,
+            "modules must be a Iterable, got int",
+        ),
+        (
+            lambda: moe_ops.explain(
+                moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig]), "unquantized", device=[]
+            ),
+            TypeError,
+            "device must be one of",
+        ),
+        (
+            lambda: moe_ops.parallel.get_compressed_expert_map(IDS[0].to("meta")),
+            ValueError,
+            "expert_map must hold numbers",
+        ),
+    ],
+)
+def test_calls_of_another_kind(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@every_row(
+    ("call", "name"),
+    [
+        (lambda: moe_ops.training.load_balance_loss(LOGITS, IDS.to("meta")), "topk_ids"),
+        (
+            lambda: moe_ops.training.router_z_loss(
+                LOGITS, is_padding=torch.zeros(len(X), dtype=torch.bool, device="meta")
+            ),
+            "is_padding",
+        ),
+        (
+            lambda: moe_ops.training.update_expert_bias(
+                torch.zeros(E), torch.zeros(E, device="meta")
+            ),
+            "expert_num_tokens",
+        ),
+        (lambda: moe_ops.expert_lora(X, *ADAPTER, IDS.to("meta")), "topk_ids"),
+        (lambda: moe_ops.expert_lora(X, ADAPTER[0], ADAPTER[1].to("meta"), IDS), "lora_b"),
+        (
+            lambda: moe_ops.fused_experts(
+                *(X, W1, W2, WEIGHTS, IDS),
+                lora=moe_ops.training.ExpertLora(
+                    (torch.zeros(1, E, 2, H).to("meta"), torch.zeros(1, E, 2 * I, 2)), None
+                ),
+            ),
+            "lora.w1",
+        ),
+        (
+            lambda: moe_ops.select_experts(*(X, LOGITS.to("meta"), K, False, True), topk_ids=IDS),
+            "topk_ids",
+        ),
+    ],
+)
+def test_tensors_on_another_device(call, name):
+    with pytest.raises(ValueError, match=f"{name} must be on the device of"):
+        call()
+
+
 def test_numbers_of_numpy():
     """They make the layer that Python's numbers make, also for a compiler."""
     sizes = [np.int64(n) for n in (E, K, H, I)]
