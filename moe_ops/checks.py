@@ -179,12 +179,18 @@ def instance(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
+def dtype_of(name: str, value: Any, choices: Sequence[torch.dtype | None]) -> None:
+    """Check for one of some dtypes; None is one if ``choices`` has it."""
+    if not (value is None or isinstance(value, torch.dtype)) or value not in choices:
+        raise TypeError(f"{name} must be one of {list(choices)}, got {value}")
+
+
 def device(name: str, value: torch.device | str | int) -> torch.device:
     """The torch.device of a device argument."""
     rule = f"{name} must be a torch.device or its name, such as 'cuda:0'"
     try:
         return torch.device(value)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # an int of more than 64 bits is a ValueError
         raise ValueError(f"{rule}, got {value!r}") from None
     except TypeError:
         raise TypeError(f"{rule}, got {type(value).__name__}") from None
@@ -196,6 +202,13 @@ def integer(name: str, value: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {_shown(value)}")
+
+
+def plain(value: Any) -> Any:
+    """Python's own number for one of numpy's, which Dynamo takes for a tensor; or the value."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def at_least(least: int, **numbers: int) -> None:

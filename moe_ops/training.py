@@ -54,6 +54,7 @@ def load_balance_loss(
     _check_logits(router_logits, is_padding)
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     checks.same_tokens("topk_ids", topk_ids, "router_logits", router_logits)
+    checks.same_device("topk_ids", topk_ids, "router_logits", router_logits)
     experts = router_logits.shape[1]
     scores = _logits_without_padding(router_logits, is_padding).softmax(-1)
     if is_padding is not None:
@@ -112,6 +113,8 @@ def update_expert_bias(
     """
     checks.tensor("e_score_correction_bias", e_score_correction_bias, 1, (torch.float32,))
     checks.tensor("expert_num_tokens", expert_num_tokens, 1, None)
+    bias = ("e_score_correction_bias", e_score_correction_bias)
+    checks.same_device("expert_num_tokens", expert_num_tokens, *bias)
     checks.size(
         "expert_num_tokens.shape[0]",
         expert_num_tokens.shape[0],
@@ -128,6 +131,7 @@ def _check_logits(router_logits: Tensor, is_padding: Tensor | None) -> None:
     if is_padding is not None:
         checks.tensor("is_padding", is_padding, 1, (torch.bool,))
         checks.same_tokens("is_padding", is_padding, "router_logits", router_logits)
+        checks.same_device("is_padding", is_padding, "router_logits", router_logits)
 
 
 def _logits_without_padding(router_logits: Tensor, is_padding: Tensor | None) -> Tensor:

@@ -82,7 +82,7 @@ def target_named(name: str) -> TargetDevice:
     """
     targets = {**TARGETS, **GPUS}
     full = {target.gpu: target for target in GPUS.values()}
-    if name in full:
+    if isinstance(name, str) and name in full:
         return full[name]
     plain = str(name).lower().replace(" ", "_")
     if plain not in targets:

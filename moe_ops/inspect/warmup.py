@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,11 @@ from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import GemmProblem, problem_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import MANY_TOKENS, is_direct, scan_sizes
-from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
+from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts, not_a_config
 from moe_ops.pipeline.gemms import apart
-from moe_ops.pipeline.layer_checks import check_not_quantized
+from moe_ops.pipeline.layer_checks import check_not_quantized, check_num_experts
 from moe_ops.routing import fused_topk
-from moe_ops.scheme import Scheme, is_packed
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
 
 EVERY = 4096
 """Up to this many tokens, every token count is checked for its variant."""
@@ -64,14 +65,25 @@ def warmup(
         The token counts that were run.
 
     Raises:
-        TypeError: quantized weights without a ``quant_config``; a flag that is not a bool.
+        TypeError: quantized weights without a ``quant_config``; a flag that is not a bool; a wrong
+            dtype; counts that are not integers.
+        ValueError: k not in 1..E, a negative count; and as `fused_experts`.
     """
-    scheme = (experts.get("quant_config") or NOT_QUANTIZED).scheme
-    if scheme.weight is None:
-        check_not_quantized("w1", w1)
-        check_not_quantized("w2", w2)
+    config = experts.get("quant_config")
+    if not (config is None or isinstance(config, FusedMoEQuantConfig)):
+        raise not_a_config(config)
+    scheme = (config or NOT_QUANTIZED).scheme
+    for name, w in (("w1", w1), ("w2", w2)):
+        if scheme.weight is None:
+            check_not_quantized(name, w)
+        checks.tensor(name, w, 3, None)
     expert_map = experts.get("expert_map")
-    num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
+    num_experts = check_num_experts(w1, -1, expert_map, w1)
+    checks.topk("top_k", top_k, num_experts)
+    checks.dtype_of("topk_weights_dtype", topk_weights_dtype, checks.FLOATS)
+    checks.dtype_of("topk_ids_dtype", topk_ids_dtype, checks.INDICES)
+    checks.dtype_of("router_logits_dtype", router_logits_dtype, (*checks.FLOATS, None))
+    checks.dtype_of("hidden_dtype", hidden_dtype, (*checks.FLOATS, None))
     dtype = hidden_dtype or (w1.dtype if scheme.weight is None else torch.bfloat16)
     activation = kind_and_key(experts.get("activation", "silu"))[1]
     invariant = experts.get("batch_invariant", False)
@@ -85,7 +97,7 @@ def warmup(
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)
 
-    variants = Variants(w1, w2, top_k, scheme, dtype, activation, invariant, expert_map)
+    variants = Variants(w1, w2, int(top_k), scheme, dtype, activation, invariant, expert_map)
     return run_variants(run, num_tokens, variants)
 
 
@@ -192,15 +204,14 @@ def run_variants(
 
     ``agree`` gets these counts, and returns those that ranks run together.
     """
-    counts = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
-    for count in counts:
-        checks.at_least(0, num_tokens=count)
-    if isinstance(num_tokens, int):
-        chosen = first_counts(variants.of, num_tokens)
+    if isinstance(num_tokens, Integral) or not isinstance(num_tokens, Iterable):
+        checks.at_least(0, num_tokens=num_tokens)  # type: ignore[arg-type]
+        chosen = first_counts(variants.of, int(num_tokens))  # type: ignore[arg-type]
     else:
         chosen = {}
-        for tokens in counts:
-            chosen.setdefault(variants.of(tokens), tokens)
+        for tokens in num_tokens:
+            checks.at_least(0, num_tokens=tokens)
+            chosen.setdefault(variants.of(int(tokens)), int(tokens))
     agreed = agree([*chosen.values()])
     for tokens in agreed:
         run(tokens)

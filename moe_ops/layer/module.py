@@ -106,7 +106,9 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
     ) -> None:
         super().__init__()
         chosen = FusedMoEOptions.of(options)
-        chosen.check(num_experts, top_k, hidden_size, intermediate_size)
+        given = (num_experts, top_k, hidden_size, intermediate_size)
+        num_experts, *_ = sizes = [checks.plain(size) for size in given]
+        chosen.check(*sizes)
         self.activation = kind_and_key(chosen.activation)[1]
         self.renormalize, self.scoring_func = chosen.renormalize, chosen.scoring_func
         self.apply_router_weight_on_input = chosen.apply_router_weight_on_input
@@ -115,7 +117,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         self.chunk_size, self.shared_expert_gate = chosen.chunk_size, chosen.shared_expert_gate
         self.prefix, self.expert_mapping = chosen.prefix, chosen.expert_mapping
         self.option_facts = option_facts(chosen)
-        state = chosen.new_state(num_experts, top_k, hidden_size, intermediate_size)
+        state = chosen.new_state(*sizes)
         quantized = state.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.state = replace(residency_of_new(state, chosen), quant_method=method())
@@ -207,8 +209,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         check_tokens(hidden_states, router_logits)
         shape, tokens, logits = hidden_states.shape, hidden_states, router_logits
         if len(shape) != 2:
-            tokens = hidden_states.reshape(-1, shape[-1])
-            logits = router_logits.reshape(-1, router_logits.shape[-1])
+            tokens, logits = hidden_states[None].flatten(0, -2), router_logits[None].flatten(0, -2)
         plain = is_padding is None and input_ids is None
         if not (plain and num_unpadded_tokens is None and topk_ids is None):
             is_padding, input_ids, topk_ids = token_arguments(

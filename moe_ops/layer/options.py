@@ -146,8 +146,9 @@ class FusedMoEOptions:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            if getattr(self, option.name) is None:
-                object.__setattr__(self, option.name, option.default)
+            value = getattr(self, option.name)
+            value = option.default if value is None else checks.plain(value)
+            object.__setattr__(self, option.name, value)
         parallel = self.moe_parallel_config
         if isinstance(parallel, FusedMoEParallelConfig) and parallel.enable_eplb:
             object.__setattr__(self, "enable_eplb", True)
@@ -179,7 +180,7 @@ class FusedMoEOptions:
     def check(self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int) -> None:
         """Raise for wrong types, settings that contradict each other, and missing features."""
         self._check_kinds()
-        checks.at_least(1, num_experts=num_experts)
+        checks.between(1, checks.MAX_EXPERTS, num_experts=num_experts)
         checks.at_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self._check_ranks()
         weight = as_scheme(self.scheme or UNQUANTIZED).weight
@@ -189,7 +190,7 @@ class FusedMoEOptions:
             checks.at_least(0, **{name: getattr(self, name)})
         checks.topk("top_k", top_k, num_experts + self.zero_expert_num)
         checks.one_of("scoring_func", self.scoring_func, SCORING_FUNCS)
-        checks.number("routed_scaling_factor", self.routed_scaling_factor)
+        checks.factor("routed_scaling_factor", self.routed_scaling_factor)
         bias = self.e_score_correction_bias
         if bias is not None:
             checks.tensor("e_score_correction_bias", bias, 1, (torch.float32,))
@@ -215,7 +216,7 @@ class FusedMoEOptions:
             checks.at_least(1, chunk_size=self.chunk_size)
         self._check_exchange()
         if self.zero_expert_num:
-            checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
+            checks.one_of("zero_expert_type", self.zero_expert_type or "", ("identity",))
         if self.batch_invariant:
             self._check_batch_invariant()
         self._check_main_grads()
@@ -224,13 +225,11 @@ class FusedMoEOptions:
         """Raise TypeError for a value that is not the flag, dtype, scheme or function wanted."""
         flags = [f.name for f in fields(self) if f.default is False]
         checks.flags(**{name: getattr(self, name) for name in flags}, renormalize=self.renormalize)
-        if self.params_dtype not in (None, *checks.FLOATS):
-            raise TypeError(
-                f"params_dtype must be one of {list(checks.FLOATS)}, got {self.params_dtype}"
-            )
+        checks.dtype_of("params_dtype", self.params_dtype, (*checks.FLOATS, None))
+        checks.instance("prefix", self.prefix, str)
         checks.number("capacity_factor", self.capacity_factor)
         parallel = self.moe_parallel_config
-        if not isinstance(self.scheme, (str, Scheme, type(None))):
+        if self.scheme == "" or not isinstance(self.scheme, (str, Scheme, type(None))):
             name = type(self.scheme).__name__
             raise TypeError(f"scheme must be a Scheme, its name or None, got {name}")
         if self.device is not None:
@@ -360,7 +359,7 @@ class FusedMoEOptions:
         sp_size = config.sp_size
         if self.is_sequence_parallel and sp_size == 1:
             sp_size = config.tp_size * config.ep_size
-        backend = self.all2all_backend or config.all2all_backend
+        backend = config.all2all_backend if self.all2all_backend is None else self.all2all_backend
         return replace(
             config, sp_size=sp_size, enable_eplb=self.enable_eplb, all2all_backend=backend
         )

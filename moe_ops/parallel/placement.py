@@ -108,9 +108,11 @@ def get_compressed_expert_map(expert_map: Tensor) -> str:
         A pair for each expert of this rank, joined by commas.
 
     Raises:
-        TypeError, ValueError: ``expert_map`` is not a 1-D tensor of int32 or int64.
+        TypeError, ValueError: ``expert_map`` is not a 1-D tensor of int32 or int64, or on meta.
     """
     checks.tensor("expert_map", expert_map, 1, checks.INDICES)
+    if expert_map.is_meta:
+        raise ValueError("expert_map must hold numbers, got a Tensor on meta")
     return ", ".join(
         f"{local}->{expert}" for expert, local in enumerate(expert_map.tolist()) if local != -1
     )

@@ -93,9 +93,7 @@ class FusedMoEConfig:
             ("in_dtype", checks.FLOATS),
             ("router_logits_dtype", (*checks.FLOATS, None)),
         ):
-            dtype = getattr(self, name)
-            if dtype not in choices:
-                raise TypeError(f"{name} must be one of {list(choices)}, got {dtype}")
+            checks.dtype_of(name, getattr(self, name), choices)
 
     @property
     def activation_kind(self) -> MoEActivation:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from moe_ops import checks
 
 
 class FusedMoEActivationFormat(Enum):
@@ -42,7 +45,15 @@ class ExpertTokensMetadata:
     def make_from_list(
         expert_num_tokens_list: list[int], device: torch.device | str
     ) -> ExpertTokensMetadata:
-        """Metadata from counts on the host; does not wait for the copy to the device."""
+        """Metadata from counts on the host; does not wait for the copy to the device.
+
+        Raises:
+            TypeError, ValueError: no list of counts of at least 0; a wrong device.
+        """
+        checks.instance("expert_num_tokens_list", expert_num_tokens_list, Sequence)
+        for count in expert_num_tokens_list:
+            checks.at_least(0, expert_num_tokens_list=count)
+        device = checks.device("device", device)
         on_cpu = torch.tensor(expert_num_tokens_list, dtype=torch.int32, device="cpu")
         return ExpertTokensMetadata(on_cpu.to(device, non_blocking=True), on_cpu)
 

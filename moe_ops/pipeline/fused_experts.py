@@ -218,6 +218,7 @@ def _check_router(
     """Check the arguments of `fused_moe` that `fused_experts` lacks, and the numbers of experts."""
     logits, topk, renormalize, scoring_func, expert_map = router
     check_logits(hidden_states, logits, topk)
+    checks.same_device("gating_output", logits, "hidden_states", hidden_states)
     check_scoring(logits, scoring_func, None)
     checks.expert_map(expert_map, logits)
     checks.flags(renormalize=renormalize)
@@ -250,10 +251,7 @@ def _enter(
     if config is None:
         config = NOT_QUANTIZED
     elif not isinstance(config, FusedMoEQuantConfig):
-        raise TypeError(
-            "quant_config must be a FusedMoEQuantConfig, as FusedMoEQuantConfig.from_weights makes "
-            f"it of a scheme and its weights, got {type(config).__name__}"
-        )
+        raise not_a_config(config)
     scheme, (w1, w2, b1, b2) = config.scheme, weights
     kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
     if kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device):
@@ -294,6 +292,14 @@ def _enter(
         return refuse(out, inputs, "fused_experts", reason)
     check_transforms("fused_experts")
     return forward(trained, hidden_states, source)
+
+
+def not_a_config(value: Any) -> TypeError:
+    """Return the error about a ``quant_config`` of another kind."""
+    return TypeError(
+        "quant_config must be a FusedMoEQuantConfig, as FusedMoEQuantConfig.from_weights makes it "
+        f"of a scheme and its weights, got {type(value).__name__}"
+    )
 
 
 def _differentiable(
@@ -353,7 +359,7 @@ def fused_moe(
         gating_output: ``(T, E)`` router logits, bf16, fp16 or fp32.
         topk: experts per token.
         renormalize: whether a token's weights are divided by their sum.
-        scoring_func: ``softmax`` or ``sigmoid``.
+        scoring_func: as in `fused_topk`.
         activation: see `fused_experts`.
         global_num_experts: see `fused_experts`.
         expert_map: see `fused_experts`.

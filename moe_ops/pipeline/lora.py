@@ -126,6 +126,9 @@ def check_lora(lora: ExpertLora, x: Tensor, w1: Tensor, w2: Tensor, scheme: Sche
     if lora.lora_ids is not None:
         checks.same_tokens("lora.lora_ids", lora.lora_ids, "hidden_states", x)
     check_adapter_choice(lora.lora_ids, lora.scaling, first or second)
+    _check_devices(x, ("lora.lora_ids", lora.lora_ids))
+    for name, pair in (("lora.w1", lora.w1), ("lora.w2", lora.w2)):
+        _check_devices(x, *((name, factor) for factor in pair or ()))
 
 
 def pairs_of(
@@ -212,9 +215,11 @@ def expert_lora(
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     checks.tensor("lora_a", lora_a, 4, checks.FLOATS)
     checks.tensor("lora_b", lora_b, 4, checks.FLOATS)
+    factors = (("lora_a", lora_a), ("lora_b", lora_b))
     experts, n = lora_a.shape[1], lora_b.shape[2]
     adapters = check_factors("expert_lora's", (lora_a, lora_b), experts, n, hidden_states.shape[1])
     check_adapter_choice(lora_ids, scaling, adapters)
+    _check_devices(hidden_states, ("topk_ids", topk_ids), *factors, ("lora_ids", lora_ids))
     if wanted(hidden_states, lora_a, lora_b):
         check_transforms("expert_lora")
     a, b = Factors.of(lora_a, lora_b, scaling, hidden_states.dtype)
@@ -249,6 +254,12 @@ def check_adapter_choice(lora_ids: Tensor | None, scaling: float | Tensor, adapt
         checks.size("scaling.numel()", scaling.numel(), "the number of adapters", adapters)
     else:
         checks.factor("scaling", scaling)
+
+
+def _check_devices(x: Tensor, *others: tuple[str, Tensor | None]) -> None:
+    for name, other in others:
+        if other is not None:
+            checks.same_device(name, other, "hidden_states", x)
 
 
 class _Lora(Function):

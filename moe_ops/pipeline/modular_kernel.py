@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import inference_only, wanted
@@ -72,6 +73,8 @@ class FusedMoEKernel:
     ) -> None:
         check_parts(prepare_finalize, fused_experts)
         check_options(fused_experts, shared_experts, inplace, chunk_size)
+        if moe_parallel_config is not None:
+            checks.instance("moe_parallel_config", moe_parallel_config, FusedMoEParallelConfig)
         prepare_finalize.post_init_setup(fused_experts)
         check_formats(prepare_finalize, fused_experts)
         self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts

@@ -71,6 +71,7 @@ def targets_chosen(targets: list[TargetT], modules: Modules | None) -> list[Targ
     if callable(modules):
         chosen = [target for target in targets if modules(target.name, target.module)]
     else:
+        checks.instance("modules", modules, Iterable)
         patterns = [modules] if isinstance(modules, str) else list(modules)
         for pattern in patterns:
             checks.instance("modules", pattern, str)

@@ -49,6 +49,8 @@ def given_topk(
         Rollout routing replay (arXiv 2510.11370).
     """
     check_topk_ids(topk_ids, hidden_states)
+    checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
+    checks.same_device("topk_ids", topk_ids, "gating_output", gating_output)
     if topk_ids.shape[0] == 0:  # a table without rows
         check_logits(hidden_states, gating_output, topk_ids.shape[1])
         return gating_output[:, : topk_ids.shape[1]].float(), topk_ids.to(torch.int32)

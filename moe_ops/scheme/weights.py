@@ -112,26 +112,30 @@ def dequantize_weight(
         ``(E, N, K)`` in ``dtype``.
 
     Raises:
-        TypeError: ``q`` is not a `QTensor`, or ``dtype`` not a dtype.
-        ValueError: ``q`` lacks a scale, zero point or global scale of the scheme; an unknown name.
+        TypeError: ``q`` is not a `QTensor`, or ``dtype`` not a dtype of floats.
+        ValueError: ``q`` lacks a scale, zero point or global scale of the scheme, or has one of
+            another size or device; an unknown name.
         NotImplementedError: a `Scheme` that operators cannot compute.
     """
     scheme = as_scheme(scheme)
     quant = scheme.weight
     if not isinstance(q, QTensor):
         raise TypeError(f"q must be a QTensor, got {type(q).__name__}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a torch.dtype of floats, got {dtype!r}")
     if quant is None:
         return q.data.to(dtype)
     if is_packed(q.data):
         q = unpack_weight(q, scheme)
+    checks.tensor("q.data", q.data, 3, (quant.dtype,))
     data = stored_values(split_codes(q.data, 2, quant.element), quant.element)
-    _, n, k = data.shape
+    experts, n, k = data.shape
     if quant.zero_point:
-        zero_point = zero_point_value(_field(q, "zero_point", scheme), quant, n)
+        shape = quant.zero_point_shape(experts, n, k)
+        zero_point = zero_point_value(_field(q, "zero_point", scheme, shape), quant, n)
         data -= spread_scale(zero_point, quant, n, k)
-    data *= spread_scale(scale_value(_field(q, "scale", scheme)), quant, n, k)
+    groups = quant.weight_scale_shape(experts, n, k)
+    data *= spread_scale(scale_value(_field(q, "scale", scheme, groups)), quant, n, k)
     if quant.global_scale:
         data *= halves(_field(q, "global_scale", scheme).float(), n)
     return data.to(dtype)
@@ -156,10 +160,26 @@ def dequantize_rows(q: Tensor, scale: Tensor, quant: Quant) -> Tensor:
     return value * scale
 
 
-def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
-    value = getattr(q, name)
+def _field(q: QTensor, name: str, scheme: Scheme, shape: tuple[int, ...] = ()) -> Tensor:
+    """Return a field that the scheme needs; ``shape`` is the one that `quantize_weight` makes.
+
+    If groups span K, an expert may also have one number, or one for each of equal ranges of rows.
+    """
+    value, name = getattr(q, name), f"q.{name}"
     if value is None:
-        raise ValueError(f"q.{name} must be a Tensor for scheme {scheme.name}, got None")
+        raise ValueError(f"{name} must be a Tensor for scheme {scheme.name}, got None")
+    checks.tensor(name, value, None, None)
+    checks.same_device(name, value, "q.data", q.data)
+    experts, n = q.data.shape[:2]
+    if tuple(value.shape) == shape:
+        return value
+    if len(shape) == 3 and shape[2] > 1:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+    if value.shape[:1] != (experts,) or n % max(1, value[0].numel()):
+        raise ValueError(
+            f"{name} must have one number for each of the {experts} experts, or more that divide "
+            f"its {n} rows, got shape {tuple(value.shape)}"
+        )
     return value
 
 

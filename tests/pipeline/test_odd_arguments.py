@@ -1,7 +1,9 @@
 """Arguments of another kind: named in a TypeError or ValueError before anything runs."""
 
 import inspect
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from good_arguments import GOOD, IDS, LOGITS, W1, W2, WEIGHTS, E, H, I, K, X
@@ -31,7 +33,7 @@ NUMBERS = [
 def test_another_kind_is_named(function, name, value):
     function(**GOOD[function])
     named = {"n_local_expert": "local_expert", "qtype": "quant_dtype"}.get(name, name)
-    if name == "quant_config" and (isinstance(value, str) or function is moe_ops.FusedMoE):
+    if name == "quant_config" and function is moe_ops.FusedMoE:
         named = "scheme"
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{named}.* must"):
         function(**{**GOOD[function], name: value})
@@ -129,6 +131,11 @@ def test_axes_are_neither_fewer_nor_more():
             checks.tensor("x", torch.zeros(shape), 2, checks.FLOATS)
 
 
+def test_logits_on_another_device():
+    with pytest.raises(ValueError, match="gating_output must be on the device of hidden_states"):
+        moe_ops.fused_moe(X, W1, W2, LOGITS.to("meta"), K)
+
+
 def test_tensors_of_a_quant_config():
     q1, q2 = (moe_ops.quantize_weight(w, "fp8_channel") for w in (W1, W2))
     good = moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", q1, q2)
@@ -204,6 +211,13 @@ def test_settings_of_an_activation(settings, error):
         ({"intermediate_size": -1}, ValueError, "intermediate_size must be at least 1"),
         ({"quant_config": "mxfp4", "hidden_size": 33}, ValueError, "hidden_size must be even"),
         ({"shared_experts": 3}, TypeError, "shared_experts must be callable, got int"),
+        ({"prefix": torch.tensor(3)}, TypeError, "prefix must be a str, got Tensor"),
+        ({"quant_config": ""}, TypeError, "scheme must be a Scheme, its name or None, got str"),
+        ({"all2all_backend": ""}, ValueError, "all2all_backend must be one of"),
+        ({"all2all_backend": 0}, TypeError, "all2all_backend must be one of"),
+        ({"routed_scaling_factor": float("nan")}, ValueError, "routed_scaling_factor must be"),
+        ({"num_experts": 4097}, ValueError, "num_experts must be in 1..4096, got 4097"),
+        ({"zero_expert_num": 1}, ValueError, "zero_expert_type must be one of"),
     ],
 )
 def test_options_of_a_layer(options, error, message):
@@ -228,6 +242,115 @@ def test_leading_axes_of_tokens_and_logits():
             layer(x, logits)
     with pytest.raises(TypeError, match="hidden_states must be a Tensor, got NoneType"):
         layer(None, None)
+
+
+def test_tokens_without_numbers():
+    layer = moe_ops.FusedMoE(E, K, H, I)
+    for shape in ((0,), (2, 3, 0), (2, 0)):
+        with pytest.raises(ValueError, match="hidden_states.* must be"):
+            layer(torch.zeros(shape), torch.zeros(*shape[:-1], E))
+
+
+def counts_of(counts, device="cpu"):
+    return moe_ops.pipeline.ExpertTokensMetadata.make_from_list(counts, device)
+
+
+def kernel_of(parallel):
+    config = moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig])
+    experts = moe_ops.pipeline.TritonExperts(config, moe_ops.FusedMoEQuantConfig("unquantized"))
+    part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
+    return moe_ops.FusedMoEKernel(part, experts, moe_parallel_config=parallel)
+
+
+FP8 = moe_ops.quantize_weight(W1, "fp8_channel")
+ADAPTER = (torch.zeros(1, E, 2, H), torch.zeros(1, E, I, 2))
+
+
+@every_row(
+    ("call", "error", "message"),
+    [
+        (lambda: counts_of(3), TypeError, "expert_num_tokens_list must be a Sequence, got int"),
+        (lambda: counts_of([-1]), ValueError, "expert_num_tokens_list must be at least 0"),
+        (lambda: counts_of([2**31]), ValueError, "expert_num_tokens_list must be at most"),
+        (lambda: counts_of([1.5]), TypeError, "expert_num_tokens_list must be an int"),
+        (lambda: counts_of([1], "what"), ValueError, "device must be a torch.device"),
+        (lambda: kernel_of(3), TypeError, "moe_parallel_config must be a FusedMoEParallelConfig"),
+        (
+            lambda: moe_ops.dequantize_weight(FP8, "fp8_channel", torch.int8),
+            TypeError,
+            "dtype must be a torch.dtype of floats, got torch.int8",
+        ),
+        (
+            lambda: moe_ops.quantize_(moe_ops.FusedMoE(E, K, H, I), "fp8_channel", modules=3),
+            TypeError,
+            "modules must be a Iterable, got int",
+        ),
+        (
+            lambda: moe_ops.explain(
+                moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig]), "unquantized", device=[]
+            ),
+            TypeError,
+            "device must be one of",
+        ),
+        (
+            lambda: moe_ops.parallel.get_compressed_expert_map(IDS[0].to("meta")),
+            ValueError,
+            "expert_map must hold numbers",
+        ),
+    ],
+)
+def test_calls_of_another_kind(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@every_row(
+    ("call", "name"),
+    [
+        (lambda: moe_ops.training.load_balance_loss(LOGITS, IDS.to("meta")), "topk_ids"),
+        (
+            lambda: moe_ops.training.router_z_loss(
+                LOGITS, is_padding=torch.zeros(len(X), dtype=torch.bool, device="meta")
+            ),
+            "is_padding",
+        ),
+        (
+            lambda: moe_ops.training.update_expert_bias(
+                torch.zeros(E), torch.zeros(E, device="meta")
+            ),
+            "expert_num_tokens",
+        ),
+        (lambda: moe_ops.expert_lora(X, *ADAPTER, IDS.to("meta")), "topk_ids"),
+        (lambda: moe_ops.expert_lora(X, ADAPTER[0], ADAPTER[1].to("meta"), IDS), "lora_b"),
+        (
+            lambda: moe_ops.fused_experts(
+                *(X, W1, W2, WEIGHTS, IDS),
+                lora=moe_ops.training.ExpertLora(
+                    (torch.zeros(1, E, 2, H).to("meta"), torch.zeros(1, E, 2 * I, 2)), None
+                ),
+            ),
+            "lora.w1",
+        ),
+        (
+            lambda: moe_ops.select_experts(*(X, LOGITS.to("meta"), K, False, True), topk_ids=IDS),
+            "topk_ids",
+        ),
+    ],
+)
+def test_tensors_on_another_device(call, name):
+    with pytest.raises(ValueError, match=f"{name} must be on the device of"):
+        call()
+
+
+def test_numbers_of_numpy():
+    """They make the layer that Python's numbers make, also for a compiler."""
+    sizes = [np.int64(n) for n in (E, K, H, I)]
+    options = dict(routed_scaling_factor=np.float32(2.5), chunk_size=np.int64(2))
+    layer = moe_ops.FusedMoE(*sizes, **options, n_shared_experts=np.int64(0))
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(X, LOGITS), layer(X, LOGITS))
+    part = moe_ops.FusedMoE(*sizes, ep_size=np.int64(2))
+    assert part.moe_parallel_config.use_ep is True
 
 
 def test_experts_that_ranks_cannot_share_evenly():
@@ -278,11 +401,16 @@ def test_configurations_of_another_kind():
     for call in (moe_ops.select_kernel, moe_ops.explain):
         with pytest.raises(TypeError, match="config must be a FusedMoEConfig, got str"):
             call("qwen", "unquantized")
+    with pytest.raises(ValueError, match="device must be a torch.device or its name"):
+        moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"device": 2**70})
     with pytest.raises(TypeError, match="moe_config must be a FusedMoEConfig, got NoneType"):
         moe_ops.pipeline.TritonExperts(None, moe_ops.FusedMoEQuantConfig("unquantized"))
-    for counts in (["1"], [-1], -1):
-        with pytest.raises((TypeError, ValueError), match="num_tokens must be"):
-            moe_ops.warmup(W1, W2, K, counts)
+    for counts in (["1"], [-1], -1, 1.5, None):
+        for warm_up in (partial(moe_ops.warmup, W1, W2, K), moe_ops.FusedMoE(E, K, H, I).warmup):
+            with pytest.raises((TypeError, ValueError), match="num_tokens must be"):
+                warm_up(counts)
+    with pytest.raises(ValueError, match="w1 must hold at least one expert"):
+        moe_ops.warmup(W1[:0], W2[:0], K, 1)
 
 
 def test_reductions_of_another_kind():

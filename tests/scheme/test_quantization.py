@@ -7,6 +7,7 @@ import torch
 from conftest import INTERPRETED
 from quantize_oracle import assert_bits, random_rows
 from strategies import DTYPES
+from table_items import every_row
 
 import moe_ops
 from moe_ops.scheme import SCHEMES, dequantize_rows, parse_quant
@@ -160,3 +161,17 @@ def test_one_compilation_for_every_number_of_rows(how, device):
             for a, b in zip(compiled(x), quantized(x), strict=True):
                 assert_bits(a, b)
     assert counter.frame_count == 1
+
+
+@every_row("scheme", ["fp8_tensor", "fp8_channel", "fp8_block128", "int4_w4a16_g32_zp", "nvfp4"])
+def test_dequantization_names_a_field_of_another_size_or_place(scheme):
+    q = moe_ops.quantize_weight(torch.randn(4, 64, 64), scheme)
+    with pytest.raises(ValueError, match="q.data must have 3 axes"):
+        moe_ops.dequantize_weight(q._replace(data=q.data[0]), scheme)
+    with pytest.raises(TypeError, match="q.data must have a dtype"):
+        moe_ops.dequantize_weight(q._replace(data=q.data.float()), scheme)
+    for name in ("scale", "zero_point", "global_scale"):
+        x = getattr(q, name)
+        for other in () if x is None else (x[:1], torch.cat([x] * 3), [1.0], x.to("meta")):
+            with pytest.raises((TypeError, ValueError), match=f"q.{name} must"):
+                moe_ops.dequantize_weight(q._replace(**{name: other}), scheme)

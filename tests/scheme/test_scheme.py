@@ -243,7 +243,7 @@ def test_errors():
         with pytest.raises(ValueError, match=f"q.{field} must be a Tensor"):
             dequantize_weight(q._replace(**{field: None}), "int4_w4a16_g32_zp")
     with pytest.raises(ValueError, match="q.scale must be a Tensor"):
-        dequantize_weight(QTensor(q.data), "fp8_channel")
+        dequantize_weight(QTensor(q.data), "mxfp4_w4a16")
 
 
 def test_configs_take_what_schemes_have():

@@ -99,6 +99,10 @@ GOOD = {
         num_tokens=T, hidden_size=H, intermediate_size=I, num_experts=E, top_k=K,
         dtype=torch.float32, chunk_size=None, batch_invariant=False,
     ),
+    moe_ops.warmup: dict(
+        w1=W1, w2=W2, top_k=K, num_tokens=T, topk_weights_dtype=torch.float32, hidden_dtype=None,
+        topk_ids_dtype=torch.int32, router_logits_dtype=None, quant_config=None,
+    ),
     moe_ops.FusedMoEParallelConfig: dict(
         tp_size=1, tp_rank=0, dp_size=1, ep_size=1, sp_size=1, use_ep=False, enable_eplb=False,
         all2all_backend="allgather_reducescatter",
