@@ -106,8 +106,8 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
     ) -> None:
         super().__init__()
         chosen = FusedMoEOptions.of(options)
-        given = (num_experts, top_k, hidden_size, intermediate_size)
-        num_experts, *_ = sizes = [checks.plain(size) for size in given]
+        arguments = (num_experts, top_k, hidden_size, intermediate_size)
+        num_experts, *_ = sizes = [checks.plain(size) for size in arguments]
         chosen.check(*sizes)
         self.activation = kind_and_key(chosen.activation)[1]
         self.renormalize, self.scoring_func = chosen.renormalize, chosen.scoring_func
