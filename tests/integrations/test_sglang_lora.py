@@ -9,6 +9,7 @@ import torch
 from adapter_cases import CASES, E, H, I
 from merged_adapters import R, factors
 from sglang_layers import problem
+from table_items import every_row
 
 from moe_ops import dequantize_weight
 from moe_ops.activation import MoEActivation
@@ -69,10 +70,8 @@ def adapters_of(info, ids):
     return Adapters(tuple(first), LowRank(info.down_lora_a_weights, info.down_lora_b_weights), ids)
 
 
-@pytest.mark.parametrize("factor", [None, 2.5])
-@pytest.mark.parametrize(
-    "case", [x for x in CASES if not (x.kind.is_interleaved and "apart" in x.layout)]
-)
+@every_row("factor", [None, 2.5])
+@every_row("case", [x for x in CASES if not (x.kind.is_interleaved and "apart" in x.layout)])
 def test_each_token_has_its_adapter(engine, case, factor):
     """Ids behind a batch are padding's. gpt-oss has one pair of factors, in its order of rows."""
     scheme = "int8_w8a16_g32" if case.quantized else "unquantized"

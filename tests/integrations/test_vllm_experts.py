@@ -5,6 +5,7 @@ import torch
 import vllm_stand_ins as vllm
 from hypothesis import given
 from hypothesis import strategies as st
+from table_items import every_row
 from torch import nn
 from vllm_layers import AG, BATCH, FP8, KEYS, SILU, expected, layer, of_engine, problem, served
 
@@ -132,7 +133,7 @@ HALVES, ALTERNATING = SILU, vllm.MoEActivation("swigluoai")
 """Activations whose gate rows come before up rows, and alternate with them."""
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("width", "activation", "packed"),
     [
         (64, HALVES, ("w13", "w2")),
@@ -140,7 +141,7 @@ HALVES, ALTERNATING = SILU, vllm.MoEActivation("swigluoai")
         (96, ALTERNATING, ("w13",)),
     ],
 )
-@pytest.mark.parametrize("invariant", [False, True])
+@every_row("invariant", [False, True])
 def test_packed_weights(engine, monkeypatch, width, activation, packed, invariant):
     """On Hopper loading packs int8 rows in their own memory; the numbers stay."""
     name, engine.envs.VLLM_BATCH_INVARIANT = "int8_w8a16", invariant

@@ -8,6 +8,7 @@ import torch
 import vllm_stand_ins as vllm
 from adapter_cases import CASES, E, H, I
 from merged_adapters import factors
+from table_items import every_row
 from vllm_layers import AG, BATCH, KEYS, expected, layer, of_engine, problem, served
 from vllm_lora import LoRAConfig, Stacks, Wrapper
 
@@ -46,9 +47,9 @@ def oracle_inputs(operands, scheme, expert_map=None):
     return Inputs(x, w1, w2, weights, ids, expert_map, b1, b2)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@every_row("mapped", [False, True])
+@every_row("on_gpu", [False, True])
+@every_row("case", CASES)
 def test_each_token_has_its_adapter(engine, case, on_gpu, mapped):
     """Factors of a smaller rank, too. Behind a step's ids the buffer has those of earlier steps."""
     scheme, count = "int8_w8a16" if case.quantized else "unquantized", 6 if mapped else E
