@@ -76,6 +76,18 @@ def test_kernels_by_load():
     assert blackwell == [BLOCK_SCALED] * 2
 
 
+def test_half_empty_tiles_leave_padding_out():
+    """16-bit rows: on demand from 43 rows an expert on, in step where few tiles have padding."""
+    for rows, kernel, on_demand in (
+        (42, DENSE, False), (43, PACKED, True), (85, PACKED, True), (250, PACKED, False),
+        (1024, PACKED, False),
+    ):  # fmt: skip
+        for problem in problems("unquantized", rows * E // K):
+            plan = plan_gemm(problem._replace(sizes=problem.sizes._replace(n=4096)), HOPPER)
+            assert plan.kernel == kernel and getattr(plan.config, "on_demand", False) == on_demand
+    assert kernels("unquantized", 64 * E // K) == [FETCH, PACKED]  # of narrow experts
+
+
 def test_few_tiles_are_half_as_wide():
     """Where even then all run at once: 2 of 8 wide experts, but not all of them."""
     known = moe_ops.get_scheme("unquantized")
