@@ -68,7 +68,8 @@ def missing(backend: str) -> str | None:
         return fault
     if backend == TRITON:
         return lacks("sglang", f"{RUNNERS}.triton_utils.fused_moe")
-    other, *_ = import_module(f"{PLUGIN}._interface").formats().values()
+    interface = import_module(f"{PLUGIN}._interface")
+    other = interface.formats()[interface.TRITON]
     return f"{other} as the plug-in knows it" if other else None
 
 

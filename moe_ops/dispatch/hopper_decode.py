@@ -88,11 +88,12 @@ def dequantizes(scheme: Scheme, dtype: torch.dtype) -> bool:
     return quant.scale == "input" or (SCALE_BITS[quant.scale] == 8 and dtype == torch.bfloat16)
 
 
-def multiplies_fp8(kernel: str, scheme: Scheme) -> bool:
-    """Whether a kernel multiplies fp8 rows in fp8, in which integers of 4 bits are exact.
+def decodes_to_fp8(kernel: str, scheme: Scheme) -> bool:
+    """Whether a kernel decodes weights to fp8, in which integers of 4 bits are exact.
 
-    That takes half as long as in bf16. Scales multiply the sums of a stage then, so each is one of
-    a whole stage, or of several. Few rows wait for the weights, however they are multiplied.
+    Products with fp8 rows then take half as long as in bf16. Scales multiply the sums of a stage,
+    so each must be that of a whole stage, or of several. Few rows wait for the weights, however
+    they are multiplied.
     """
     quant = cast(Quant, scheme.weight)
     whole = quant.scale == "e4m3" and (quant.shared_cols or 1) % STAGE_K == 0
@@ -163,7 +164,7 @@ def most_decode_stages(tiles: HopperTiles, scheme: Scheme, device: Device) -> in
     """The largest stage count that fits."""
     quant = cast(Quant, scheme.weight)
     boxes = [tiles.block_n // CHUNK * nbytes for nbytes in unit_bytes(quant)]
-    rows = tiles.block_m * STAGE_K * (1 if multiplies_fp8(tiles.kernel, scheme) else 2)
+    rows = tiles.block_m * STAGE_K * (1 if decodes_to_fp8(tiles.kernel, scheme) else 2)
     stage = sum(nbytes * places(nbytes) for nbytes in boxes) + rows
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage

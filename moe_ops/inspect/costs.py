@@ -9,7 +9,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.gemm_plan import GemmPlan, PassedOver, passed_over, plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.hopper_decode import DECODE_MANY, multiplies_fp8
+from moe_ops.dispatch.hopper_decode import DECODE_MANY, decodes_to_fp8
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import BY_EXPERT, routed_among, row_tile_rule
@@ -93,13 +93,13 @@ def cost_of(
 
 
 def math_of(scheme: Scheme, itemsize: int = 2) -> str:
-    """The products' dtype, as named in `devices.MEASURED`; int8, nominally as fast, is "fp8".
+    """The dtype of the fastest kernel's products, as `devices.MEASURED` names it.
 
-    That of the fastest kernel, for a lower bound. ``itemsize``: bytes of a number of the tokens.
+    int8, nominally as fast as fp8, is "fp8". ``itemsize``: bytes of a number of the tokens.
     """
     if scheme.activation is None:
         return "bf16" if itemsize == 2 else "fp32"
-    return "bf16" if scheme.dequantizes_both and not multiplies_fp8(DECODE_MANY, scheme) else "fp8"
+    return "bf16" if scheme.dequantizes_both and not decodes_to_fp8(DECODE_MANY, scheme) else "fp8"
 
 
 def active_experts(config: FusedMoEConfig, num_tokens: int) -> float:

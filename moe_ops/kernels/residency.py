@@ -381,7 +381,7 @@ def make_resident(
     wave: int,
     out: Sequence[AnyTiles],
     *,
-    halves: bool = False,
+    most: int,
 ) -> None:
     """Make the experts of a wave resident.
 
@@ -392,15 +392,13 @@ def make_resident(
         row_tile: the row tile of the plan.
         wave: the number of the wave.
         out: the `tiles_in_rows` of one weight or two, to write to.
-        halves: whether a wave has half of the slots. Later waves then leave SMs to the products of
-            the wave before.
+        most: the most experts of a wave.
     """
     plan, topk_ids, expert_map = tiles
     plans, _, maps = zip(out[0], out[-1], strict=True)
     if plan is not None or expert_map is None:
         maps = None, None
     (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
-    most = owner.num_slots // 2 if halves else owner.num_slots
     units = min(num_ids, most) * max(owner.chunks[first : first + weights])
     programs = max(1, min(PROGRAMS // weights, units))
     few, rows, entries = num_ids <= FEW_IDS, table.shape[1], 0 if plan is None else plan.shape[0]

@@ -177,13 +177,18 @@ class FusedMoEOptions:
                 raise TypeError(f"FusedMoE has no option {name!r}{hint}")
         return cls(**arguments)
 
+    @property
+    def known_scheme(self) -> Scheme:
+        """The scheme of the weights; without one they are not quantized."""
+        return as_scheme(UNQUANTIZED if self.scheme is None else self.scheme)
+
     def check(self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int) -> None:
         """Raise for wrong types, settings that contradict each other, and missing features."""
         self._check_kinds()
         checks.between(1, checks.MAX_EXPERTS, num_experts=num_experts)
         checks.at_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self._check_ranks()
-        weight = as_scheme(self.scheme or UNQUANTIZED).weight
+        weight = self.known_scheme.weight
         if weight is not None and hidden_size % weight.element.values_per_byte:
             raise ValueError(f"hidden_size must be even for 4-bit weights, got {hidden_size}")
         for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
@@ -229,9 +234,6 @@ class FusedMoEOptions:
         checks.instance("prefix", self.prefix, str)
         checks.number("capacity_factor", self.capacity_factor)
         parallel = self.moe_parallel_config
-        if self.scheme == "" or not isinstance(self.scheme, (str, Scheme, type(None))):
-            name = type(self.scheme).__name__
-            raise TypeError(f"scheme must be a Scheme, its name or None, got {name}")
         if self.device is not None:
             checks.device("device", self.device)
         if parallel is not None:
@@ -284,7 +286,7 @@ class FusedMoEOptions:
 
     def _check_batch_invariant(self) -> None:
         """Raise NotImplementedError for settings that make tokens depend on each other."""
-        check_batch_invariant(as_scheme(self.scheme or UNQUANTIZED))
+        check_batch_invariant(self.known_scheme)
         parallel = self.parallel_config()
         ranks = parallel.tp_size * parallel.ep_size
         if self.enable_eplb and parallel.ep_size > 1:
@@ -300,7 +302,7 @@ class FusedMoEOptions:
 
     def _check_main_grads(self) -> None:
         """Raise NotImplementedError for weights without main gradients."""
-        quantized = as_scheme(self.scheme or UNQUANTIZED).weight is not None
+        quantized = self.known_scheme.weight is not None
         names = (*["scheme"] * quantized, "enable_eplb", "resident_experts")
         for name in names if self.fuse_wgrad_accumulation else ():
             if getattr(self, name):
@@ -371,7 +373,7 @@ class FusedMoEOptions:
         parallel, (kind, activation) = self.parallel_config(), kind_and_key(self.activation)
         placement = self.placement(parallel, num_experts)
         dtype = self.params_dtype or torch.get_default_dtype()
-        scheme = as_scheme(self.scheme or UNQUANTIZED)
+        scheme = self.known_scheme
         sizes = LayerSizes(
             placement.num_local_experts,
             maybe_roundup_hidden_size(hidden_size, dtype, None, parallel),

@@ -35,7 +35,6 @@ from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.pipeline.exchange.base import is_capturing
 from moe_ops.pipeline.exchange.groups import RankGroup
-from moe_ops.scheme import UNQUANTIZED, as_scheme
 
 OF_THIS_RANK = (
     *OF_THE_CONFIG, "moe_parallel_config", "is_sequence_parallel", "tp_group", "device", "prefix",
@@ -133,7 +132,7 @@ def option_facts(options: FusedMoEOptions) -> dict[str, str]:
     names = [option.name for option in fields(options) if option.name not in OF_THIS_RANK]
     facts = {name: _text_of(getattr(options, name)) for name in names}
     facts["activation"] = kind_and_key(options.activation)[1]
-    facts["scheme"] = as_scheme(options.scheme or UNQUANTIZED).key
+    facts["scheme"] = options.known_scheme.key
     for option in fields(parallel):
         if not option.name.endswith("_rank"):
             facts[option.name] = str(getattr(parallel, option.name))

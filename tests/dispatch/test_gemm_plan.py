@@ -22,8 +22,8 @@ from moe_ops.dispatch.hopper_decode import (
     DECODE_MANY,
     DECODE_SLOT,
     DECODE_SUM,
+    decodes_to_fp8,
     most_decode_stages,
-    multiplies_fp8,
 )
 from moe_ops.dispatch.problem import EACH, STORED, without_sum
 from moe_ops.dispatch.row_tiles import routed_among, row_tile_rule
@@ -368,8 +368,8 @@ def test_products_in_fp8():
         "int4_w4a8_g128", "int4_w4a8_g256", "int4_w4a8_g32", "mxfp4_w4a8_token", "int4_w4a16_g128",
     )  # fmt: skip
     schemes = [moe_ops.get_scheme(name) for name in names]
-    assert [s.name for s in schemes if multiplies_fp8(DECODE_MANY, s)] == [*names[:2]]
-    assert not any(multiplies_fp8(DECODE_FEW, s) for s in schemes)
+    assert [s.name for s in schemes if decodes_to_fp8(DECODE_MANY, s)] == [*names[:2]]
+    assert not any(decodes_to_fp8(DECODE_FEW, s) for s in schemes)
     tiles = HopperTiles(DECODE_MANY, 128, 256, 8, 2)
     assert [most_decode_stages(tiles, s, HOPPER) for s in schemes] == [6, 6, 4, 4, 4]
 

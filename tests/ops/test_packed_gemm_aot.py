@@ -149,7 +149,7 @@ UNDER = [
     *half_exhaustive(UNDER_FP8, [16, 32, 64], [FIRST, SECOND]),
     pytest.param("mxfp4_w4a8_token", 128, BOTH, marks=pytest.mark.exhaustive),
 ]
-"""Of the other scheme tiles of 128 rows are below."""
+"""Scheme, row tile and GEMMs; `test_products_in_fp8` has `int4_w4a8_g128` with 128 rows."""
 
 
 @pytest.mark.parametrize(("scheme", "tile", "gemms"), UNDER)

@@ -26,7 +26,7 @@ from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.hopper_decode import DECODE_MANY, DECODE_SLOT, multiplies_fp8
+from moe_ops.dispatch.hopper_decode import DECODE_MANY, DECODE_SLOT, decodes_to_fp8
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
@@ -162,7 +162,7 @@ def test_tiles_that_are_partly_full(tile):
 @pytest.mark.parametrize("scheme", ["int4_w4a8_g128", "int4_w4a8_g256"])
 def test_products_in_fp8(scheme, activation, config):
     """The kernel for many rows: groups of one stage and of two, a last stage that is half empty."""
-    assert multiplies_fp8(config.kernel, get_scheme(scheme))
+    assert decodes_to_fp8(config.kernel, get_scheme(scheme))
     tile, g = config.block_m, torch.Generator().manual_seed(0)
     ids, n, k = ids_of((1, tile // 2, 2 * tile + 1, 0, tile), 1), 384, 320
     x = torch.randn(len(ids), k, generator=g).bfloat16()

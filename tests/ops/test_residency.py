@@ -101,9 +101,9 @@ def test_slots_are_those_of_a_python_lru(experts, slots, mapped, device):
         for number in (0, 1):
             for wave in range(count):
                 if number == wave == 0 and both:
-                    serve(owner, 0, ids, expert_map, weights=2, halves=halves)
+                    serve(owner, 0, ids, expert_map, weights=2, most=most)
                 elif wave > 0 or not both:
-                    serve(owner, number, ids, expert_map, wave, halves=halves)
+                    serve(owner, number, ids, expert_map, wave, most=most)
                 if step % 16 < 8 or INTERPRETED:
                     check_wave(owner, number, waves[wave] if wave < len(waves) else {})
             slot = owner.state[number, at.slot : at.last_use].tolist()
@@ -122,7 +122,7 @@ def test_waves_of_half_of_the_slots(device):
     owner, ids = residency(6, 4, device), torch.arange(4, device=device).view(2, 2)
     serve(owner, 0, ids)
     for wave, experts in enumerate(([0, 1], [2, 3], [])):
-        serve(owner, 0, ids, None, wave, halves=True)
+        serve(owner, 0, ids, None, wave, most=2)
         assert (owner.row_maps[0] >= 0).nonzero().flatten().tolist() == experts
     assert owner.stats()[:2] == (4, 4)
 
@@ -163,7 +163,9 @@ def test_plans_of_waves(device):
         served = []
         for wave in range(waves_of(experts, slots, num_ids)):
             out = torch.full_like(plan, -7)
-            LEG.make_resident(owner, 1, (plan, ids, None), tile, wave, [(out, ids, None)])
+            LEG.make_resident(
+                owner, 1, (plan, ids, None), tile, wave, [(out, ids, None)], most=slots
+            )
             mine = (owner.row_maps[1][tiles[1]] >= 0).nonzero().flatten()
             served += mine.tolist()
             assert out[0] == len(mine) * tile

@@ -24,7 +24,7 @@ class Case(NamedTuple):
     tokens: int
     activation: str
     layout: str
-    """One of `LAYOUTS`."""
+    """Name of the adapters' layout, in `LAYOUTS`."""
     quantized: bool
     """Whether its weights are int8."""
 

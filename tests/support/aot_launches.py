@@ -215,7 +215,7 @@ def launch_residency(empty, experts, slots, row_tile=16):
     few, many = empty(1, 8, dtype=torch.int32), empty(64, 8, dtype=torch.int64)
     for tiles in ((None, few, None), (None, few, rows), (plan, many, rows)):
         out = residency.tiles_in_rows(owner, 0, tiles)
-        residency.make_resident(owner, 0, tiles, row_tile, 0, out)
+        residency.make_resident(owner, 0, tiles, row_tile, 0, out, most=slots)
 
 
 def launch_samples(names, schemes=None):

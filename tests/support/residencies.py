@@ -46,16 +46,15 @@ def whole_weights(owner):
     return [[*host_experts.whole(slots, table, owner.num_experts)] for slots, table in both]
 
 
-def serve(owner, number, ids, expert_map=None, wave=0, weights=1, *, halves=False):
+def serve(owner, number, ids, expert_map=None, wave=0, weights=1, *, most=None):
     """Make the experts of a wave resident, by the kernel if there is one."""
     if not KERNELS:
         for each in range(number, number + weights):
-            most = owner.num_slots // 2 if halves else None
             LEG.make_resident(owner, each, ids, expert_map, wave, most)
         return
     tiles = None, ids, expert_map
     out = LEG.tiles_in_rows(owner, number, tiles)[:weights]
-    LEG.make_resident(owner, number, tiles, 16, wave, out, halves=halves)
+    LEG.make_resident(owner, number, tiles, 16, wave, out, most=most or owner.num_slots)
 
 
 def decided(owner, number=0):

@@ -40,11 +40,11 @@ def register() -> None:
 def _register() -> str | None:
     """Wrap SGLang's functions, or return why not."""
     interface = import_module(f"{__name__}._interface")
-    lacks, *loaded = interface.formats().values()
-    if lacks:
+    lacking = interface.formats()
+    if lacks := lacking[interface.TRITON]:
         return f"it has no {lacks} as this plug-in knows it (it was written for SGLang {VERSION})"
     if import_module(f"{__name__}._runner").install():
-        for lacks, module in zip(loaded, ("_mxfp4", "_weights"), strict=True):
-            if lacks is None:
+        for kind, module in interface.MODULES.items():
+            if lacking[kind] is None:
                 import_module(f"{__name__}.{module}").install()
     return None

@@ -56,13 +56,16 @@ METHODS = "sglang.srt.layers.quantization"
 MXFP4 = f"{METHODS}.mxfp4.Mxfp4MoEMethod"
 """SGLang's quantization method of gpt-oss."""
 WNA16 = f"{METHODS}.moe_wna16.MoeWNA16Method"
-"""Its method of AWQ and GPTQ for the Triton runner."""
+"""SGLang's method of AWQ and GPTQ for the Triton runner."""
 COMPRESSED = (
     f"{METHODS}.compressed_tensors.schemes.compressed_tensors_wNa16_moe"
     ".CompressedTensorsWNA16TritonMoE"
 )
-"""Its method of int4 of compressed-tensors for the Triton runner."""
+"""SGLang's method of int4 of compressed-tensors for the Triton runner."""
+TRITON = "layers of the Triton runner"
 GPT_OSS, GROUPS = "gpt-oss in MXFP4", "int4 and int8 in the packed form"
+MODULES = {GPT_OSS: "_mxfp4", GROUPS: "_weights"}
+"""The module of the plug-in for each kind of weights that is hooked as SGLang loads it."""
 LOADED_NAMES = {
     f"{MOE}.utils": ("get_moe_runner_backend", "get_moe_a2a_backend"),
     "sglang.srt.utils": ("is_cpu",),
@@ -91,7 +94,7 @@ def formats() -> dict[str, str | None]:
     A name is lacking if it is not there, or if its fields or parameters are others.
     """
     lacks = _first_missing(NAMES, PARTS)
-    kinds = {"layers of the Triton runner": lacks}
+    kinds = {TRITON: lacks}
     for kind, methods in LOADED_PARTS.items():
         parts = {split_name(name): parameters for name, parameters in methods.items()}
         kinds[kind] = lacks or _first_missing(LOADED_NAMES, parts)

@@ -89,7 +89,7 @@ def run_in_triton(
 def run_or(
     original: Callable[[], Any],
     dispatch_output: Any,
-    quant_info: Any,
+    info: Any,
     runner_config: Any,
     lora_info: Any = None,
 ) -> Any:
@@ -100,10 +100,9 @@ def run_or(
             SGLang's kernels cannot read.
     """
     try:
-        return run_to_combine(dispatch_output, quant_info, runner_config, lora_info)
+        return run_to_combine(dispatch_output, info, runner_config, lora_info)
     except (NotImplementedError, TypeError, ValueError) as error:
-        kept = is_kept(quant_info)
-        if kept:
+        if is_kept(info):
             raise
         say_that_sglang_runs(error)
         return original()

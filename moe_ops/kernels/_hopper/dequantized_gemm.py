@@ -16,7 +16,7 @@ from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
     STAGE_K,
-    multiplies_fp8,
+    decodes_to_fp8,
     multiplying_groups,
     places,
     stage_bytes,
@@ -55,7 +55,7 @@ class DequantizedConstants(TiledLayout):
     HALF: bool
     """Whether rows are fp16, else bf16 or fp8."""
     FP8: bool
-    """Whether rows are fp8, and weights become fp8: see `multiplies_fp8`."""
+    """Whether rows are fp8, and weights become fp8: see `decodes_to_fp8`."""
     BITS: int
     """Bits of a stored number: 4 or 8."""
     EXPONENT: int
@@ -191,7 +191,7 @@ def dequantized_constants(
     apart = gated and not rule.interleaved
     stage_units, warp_groups = tiles.block_n // CHUNK, multiplying_groups(tiles)
     cols = quant.shared_cols or (EVERY_COLUMN if quant.zero_point else 0)
-    fp8 = multiplies_fp8(tiles.kernel, get_scheme(problem.scheme))
+    fp8 = decodes_to_fp8(tiles.kernel, get_scheme(problem.scheme))
     scaled = "rows" if not cols else "weights"
     if fp8 or (
         tiles.kernel == DECODE_FEW
@@ -291,7 +291,7 @@ class DecodeGemm:
         }
         if quant is None:
             return pack_rows(a, None, **order)
-        fp8 = multiplies_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
+        fp8 = decodes_to_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
         form = RIFFLED if fp8 else WIDE
         if a.dtype == quant.dtype:
             return pack_rows(a, dense(operands.a_scale), **order, form=form)

@@ -4,8 +4,8 @@ From -8 to 7 integers are exact in e4m3, whose smallest numbers are equally spac
 15 is that many times 2 ** -9. So the magnitude of an integer is an fp8 number as it lies. Sums are
 too small by that factor, which `fragments.restoring` undoes.
 
-Of 16 numbers along K, lane c of four multiplies those from ``4 * c`` on, byte after byte. In its
-word lie the columns 2c, 2c + 8, 2c + 1 and 2c + 9. So column x is multiplied at the place
+WGMMA takes 16 numbers along K from four lanes: lane c has the places 4c to 4c + 3, and its word
+holds the columns 2c, 2c + 8, 2c + 1 and 2c + 9 of the weight. So column x is multiplied at place
 ``2 * (x % 8) + x // 8``, and rows have their columns in that order: see `pack`.
 """
 
