@@ -21,7 +21,7 @@ EIGHT_BIT = TileRule(((16, 16), (32, 32), (512, 64), (math.inf, 128)))
 """Row tiles for 8-bit GEMMs, which need more registers per row: 128 rows are faster only if nearly
 every tile is full."""
 HOPPER = {
-    1: TileRule(((16, 16), (32, 32), (90, 64), (math.inf, 128))),
+    1: TileRule(((16, 16), (39, 32), (90, 64), (math.inf, 128))),
     2: TileRule(
         (
             (16, 16),
@@ -37,11 +37,21 @@ HOPPER = {
 }
 """Row tiles for Hopper's kernels, by bytes per number.
 
-8-bit rows: from 60 rows per expert on, one tile of 128 is faster than two of 64 (timed for fp8,
-assumed for int8). 16-bit rows: if
+8-bit rows: up to 26 rows per expert, so few experts need a second tile of 32 rows that this costs
+less than tiles of 64; from 60 rows on, one tile of 128 is faster than two of 64. 16-bit rows: if
 experts have about 128 rows, one tile of 192 takes them all; with about 512 rows, three such tiles
 do, and weights are read from L2 least often. With 256 or 1024 rows, tiles of 128 in step are
 faster."""
+HOPPER_DEQUANTIZED = {
+    4: TileRule(((16, 16), (41, 32), (80, 64), (math.inf, 128))),
+    8: TileRule(((16, 16), (32, 32), (90, 64), (math.inf, 128))),
+}
+"""Row tiles on Hopper where weights are dequantized, by bits of a stored number.
+
+Tiles of 64 rows are dequantized by the kernel for few rows, which wastes less time on padding than
+the kernel for many: it is faster up to 53 rows per expert, with 8 bits up to 60. Up to 27 rows per
+expert 4-bit weights are read twice, for the experts that need two tiles of 32, in less time than
+products with 64 rows take."""
 INVARIANT = TileRule(((math.inf, 64),), batch_invariant=True)
 """Row tile of batch-invariant mode: one tile at any load, and so one order of sums along K.
 
@@ -125,4 +135,8 @@ def row_tile_rule(
     size = operand_bytes(formats)
     if arch == 90 and size is not None and (size == 1 or itemsize == 2):
         return HOPPER[size]
-    return PORTABLE if formats.activation is None or formats.dequantizes_both else EIGHT_BIT
+    if formats.activation is not None and not formats.dequantizes_both:
+        return EIGHT_BIT
+    if arch != 90 or formats.weight is None:
+        return PORTABLE
+    return HOPPER_DEQUANTIZED.get(formats.weight.element.stored_bits, PORTABLE)

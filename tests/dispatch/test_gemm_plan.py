@@ -88,6 +88,21 @@ def test_half_empty_tiles_leave_padding_out():
     assert kernels("unquantized", 64 * E // K) == [FETCH, PACKED]  # of narrow experts
 
 
+def test_rows_of_8_bits_are_gathered_for_tiles_of_128():
+    """With 43 to 60 rows an expert tiles have 64, which the portable kernel fetches as quickly."""
+    for scheme in ("fp8_block128", "fp8_channel", "int8_channel"):
+        for rows, row_tile, kernel in (
+            (26, 32, STREAM), (27, 64, SCALED), (43, 64, SCALED), (60, 64, SCALED),
+            (61, 128, PACKED), (90, 128, PACKED),
+        ):  # fmt: skip
+            for problem in problems(scheme, rows * E // K):
+                assert (problem.sizes.row_tile, plan_gemm(problem, HOPPER).kernel) == (
+                    row_tile, kernel,
+                )  # fmt: skip
+    alone = HOPPER._replace(row_tile=64)
+    assert {plan_gemm(p, alone).kernel for p in problems("fp8_channel", 4096, alone)} == {PACKED}
+
+
 def test_few_tiles_are_half_as_wide():
     """Where even then all run at once: 2 of 8 wide experts, but not all of them."""
     known = moe_ops.get_scheme("unquantized")

@@ -13,6 +13,7 @@ from moe_ops.dispatch.portable import ScaleGroups, gemm_tiles, scaled_gemm_tiles
 from moe_ops.dispatch.row_tiles import (
     EIGHT_BIT,
     HOPPER,
+    HOPPER_DEQUANTIZED,
     INVARIANT,
     PORTABLE,
     expert_rule,
@@ -47,16 +48,26 @@ def test_row_tiles_by_class_of_load(rule, tiles):
     assert not rule.batch_invariant
 
 
-def test_row_tiles_of_8_bit_rows_on_hopper():
-    """One step is within a class: from 60 rows an expert on, one tile of 128 takes them."""
-    rule, experts = HOPPER[1], 8
-    for rows, expected in (
-        (0, 16), (10, 16), (11, 32), (21, 32), (22, 64), (43, 64), (60, 64), (61, 128), (85, 128),
-        (86, 128), (10000, 128),
-    ):  # fmt: skip
-        assert row_tile(rule, rows * experts, experts) == expected
-    assert row_tile(rule, 60 * experts + 1, experts) == 128
-    assert (rule.smallest, rule.largest, last_class(rule)) == (16, 128, 4)
+BY_ROWS = (
+    (HOPPER[1], {10: 16, 26: 32, 60: 64}, 4),
+    (HOPPER_DEQUANTIZED[4], {10: 16, 27: 32, 53: 64}, 4),
+    (HOPPER_DEQUANTIZED[8], {10: 16, 21: 32, 60: 64}, 4),
+)
+"""Rules on Hopper: the most rows of an expert in whole numbers for which a row tile is chosen."""
+
+
+@every_row(("rule", "last", "classes"), BY_ROWS)
+def test_steps_within_a_class_of_load(rule, last, classes):
+    """A tile of 32 takes most experts of 26 rows, and one of 128 is worth it from 54 or 61 on."""
+    experts, limits = 8, [*last, math.inf]
+    for rows in range(300):
+        expected = [*last.values(), 128][sum(rows > limit for limit in limits)]
+        assert row_tile(rule, rows * experts, experts) == expected, rows
+    assert (rule.smallest, rule.largest, last_class(rule)) == (16, 128, classes)
+
+
+def test_a_row_more_than_60_an_expert():
+    assert row_tile(HOPPER[1], 60 * 8, 8) == 64 and row_tile(HOPPER[1], 60 * 8 + 1, 8) == 128
 
 
 def test_one_row_tile_at_every_load():
@@ -69,7 +80,8 @@ def test_one_row_tile_at_every_load():
 
 def test_every_load_has_a_row_tile():
     """Limits ascend to infinity, so that the first that holds a load is its own."""
-    for rule in (PORTABLE, EIGHT_BIT, *HOPPER.values(), INVARIANT, one_row_tile(32)):
+    hopper = (*HOPPER.values(), *HOPPER_DEQUANTIZED.values())
+    for rule in (PORTABLE, EIGHT_BIT, *hopper, INVARIANT, one_row_tile(32)):
         limits = [limit for limit, _ in rule.steps]
         assert limits == sorted(set(limits)) and limits[-1] == math.inf
 
@@ -88,9 +100,14 @@ def test_every_load_has_a_row_tile():
         (EIGHT_BITS, 2, 0, EIGHT_BIT),
         ("int8_channel", 2, 90, HOPPER[1]),
         ("int8_block128", 2, 90, EIGHT_BIT),  # no kernel of Hopper's
-        (STORED, 2, 90, PORTABLE),
-        ("fp8_w8a16", 2, 90, PORTABLE),
-        ("mxfp4_w4a8", 2, 90, PORTABLE),  # products of numbers that were dequantized
+        (STORED, 2, 90, HOPPER_DEQUANTIZED[4]),
+        (STORED, 2, 80, PORTABLE),
+        ("int4_w4a16_g128", 2, 90, HOPPER_DEQUANTIZED[4]),
+        ("fp8_w8a16", 2, 90, HOPPER_DEQUANTIZED[8]),
+        ("int8_w8a16", 2, 90, HOPPER_DEQUANTIZED[8]),
+        ("mxfp4_w4a8", 2, 90, HOPPER_DEQUANTIZED[4]),  # products of numbers that were dequantized
+        ("mxfp8", 2, 90, HOPPER_DEQUANTIZED[8]),
+        ("mxfp8", 2, 80, PORTABLE),
     ],
 )
 def test_rules_by_scheme_and_gpu(scheme, itemsize, arch, expected):

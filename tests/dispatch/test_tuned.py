@@ -10,7 +10,7 @@ from table_items import every_row
 from tuned_entries import H200, SIZES, entry, gemm_of, layer, own, record
 
 from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
-from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
+from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, HopperTiles
 from moe_ops.dispatch.plan import DEFAULT
 from moe_ops.dispatch.portable import gemm_tiles, shared_bytes
 from moe_ops.dispatch.row_tiles import EIGHT_BIT, HOPPER, INVARIANT, PORTABLE, routed_among
@@ -152,14 +152,14 @@ def test_schemes_that_hoppers_kernels_lack(scheme):
 def test_a_file_names_the_kernel(installed):
     """Hopper's where it says so, and the one for all GPUs where it does not."""
     installed(layer(record(_500=entry(64, own(), gemm_of())), scheme="fp8_channel"))
-    gemm, less = first(1000, EIGHT_BIT, 1), first(600, EIGHT_BIT, 1)
+    gemm, less = first(1000, EIGHT_BIT, 1), first(600, HOPPER[1], 1)
     first_gemm = chosen(gemm, scheme="fp8_channel", hopper=True)
     assert first_gemm.config == HopperTiles(PACKED, 64, 128, 8, 4)
     assert first_gemm.source.startswith("tuned")
     second = chosen(Gemm(1000, 8, 128, 64, 1, 1, EIGHT_BIT), scheme="fp8_channel", hopper=True)
     assert second.config == TileConfig(64, 64, 64, 1, 4, 3)
     other = chosen(less, scheme="fp8_channel", hopper=True)
-    assert "has nothing" in other.source and other.kernel == PACKED
+    assert "has nothing" in other.source and other.kernel == FETCH
 
 
 def test_hoppers_kernels_that_do_not_serve(installed):

@@ -46,9 +46,9 @@ TAILS = {"num_tokens": 9, "num_experts": 4, "hidden_size": 352, "intermediate_si
 """Few rows an expert; neither tiles nor groups divide the sizes."""
 STREAM = {"num_tokens": 25, "num_experts": 4, "hidden_size": 256, "intermediate_size": 128}
 """Few rows an expert, past which Hopper streams 8-bit weights."""
-MANY = {"num_tokens": 100, "num_experts": 2, "top_k": 1, "hidden_size": 272,
+MANY = {"num_tokens": 140, "num_experts": 2, "top_k": 1, "hidden_size": 272,
         "intermediate_size": 144}  # fmt: skip
-"""Enough rows an expert for Hopper to pack those of 8-bit numbers, in tiles of 64."""
+"""Enough rows an expert for Hopper to gather those of 8-bit numbers."""
 PACKED = {**MANY, "num_tokens": 700, "hidden_size": 256, "intermediate_size": 128}
 """Enough for 16-bit numbers, too; in tiles of 128, whose rows Hopper fetches."""
 WIDE = {**PACKED, "intermediate_size": 1600}

@@ -192,7 +192,9 @@ def _has_rows(kernel: str) -> Condition:
 
 
 def _many(problem: GemmProblem, _: Device) -> bool:
-    return problem.sizes.load_class >= GATHERED_LOAD
+    """Whether experts have enough rows: of tiles of 64, more than the first bucket has."""
+    sizes = problem.sizes
+    return sizes.load_class >= GATHERED_LOAD + (sizes.row_tile < 128)
 
 
 def _has_one_sum(problem: GemmProblem) -> bool:
