@@ -44,14 +44,14 @@ do, and weights are read from L2 least often. With 256 or 1024 rows, tiles of 12
 faster."""
 HOPPER_DEQUANTIZED = {
     4: TileRule(((16, 16), (41, 32), (80, 64), (math.inf, 128))),
-    8: TileRule(((16, 16), (32, 32), (90, 64), (math.inf, 128))),
+    8: TileRule(((16, 16), (32, 32), (80, 64), (math.inf, 128))),
 }
 """Row tiles on Hopper where weights are dequantized, by bits of a stored number.
 
-Tiles of 64 rows are dequantized by the kernel for few rows, which wastes less time on padding than
-the kernel for many: it is faster up to 53 rows per expert, with 8 bits up to 60. Up to 27 rows per
-expert 4-bit weights are read twice, for the experts that need two tiles of 32, in less time than
-products with 64 rows take."""
+Up to 53 rows per expert, tiles of 64 rows waste so much less time on padding that the experts that
+need two of them cost less. (Narrow layers gain from them up to 65 rows; wide ones, whose weights
+the L2 cache does not hold for a second tile, lose above 50 to 54.) Up to 27 rows per expert the
+same holds for tiles of 32 rows and 4-bit weights."""
 INVARIANT = TileRule(((math.inf, 64),), batch_invariant=True)
 """Row tile of batch-invariant mode: one tile at any load, and so one order of sums along K.
 

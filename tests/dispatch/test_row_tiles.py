@@ -51,7 +51,7 @@ def test_row_tiles_by_class_of_load(rule, tiles):
 BY_ROWS = (
     (HOPPER[1], {10: 16, 26: 32, 60: 64}, 4),
     (HOPPER_DEQUANTIZED[4], {10: 16, 27: 32, 53: 64}, 4),
-    (HOPPER_DEQUANTIZED[8], {10: 16, 21: 32, 60: 64}, 4),
+    (HOPPER_DEQUANTIZED[8], {10: 16, 21: 32, 53: 64}, 4),
 )
 """Rules on Hopper: the most rows of an expert in whole numbers for which a row tile is chosen."""
 
