@@ -54,8 +54,8 @@ from moe_ops.version import __version__
 IS_SCRIPT = Path(sys.argv[0]).stem == CONSOLE_SCRIPT
 PROGRAM = CONSOLE_SCRIPT if IS_SCRIPT else "python -m moe_ops"
 """What the user typed, for messages."""
-USAGE_ERROR = 2
-"""The exit status after a usage error, as in argparse."""
+USAGE_ERROR, INTERRUPTED = 2, 130
+"""The exit status after a usage error, as in argparse, and after Ctrl-C, as in a shell."""
 SCHEME_HELP = (
     f"bf16 or among {SCHEME_NAMES}; other group sizes too, such as int4_w4a16_g64 (default: what "
     "--config says, or unquantized)"
@@ -326,7 +326,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
+    """Run one command and return its exit status; 130 after Ctrl-C.
 
     Args:
         arguments: command-line arguments; None: ``sys.argv[1:]``.
@@ -343,4 +343,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.help, add_help=False)
     chosen = parser.parse_args(arguments[:1]).command
-    return COMMANDS[chosen].run(arguments[1:])
+    try:
+        return COMMANDS[chosen].run(arguments[1:])
+    except KeyboardInterrupt:
+        print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
+        return INTERRUPTED

@@ -7,6 +7,7 @@ process that times trials finds the kernels in Triton's cache on disk.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -38,6 +39,20 @@ def usable_cores() -> int:
     return min(MOST_PROCESSES, cores)
 
 
+def new_processes(number: int) -> ProcessPoolExecutor:
+    """Processes that compile. Ctrl-C ends them at once.
+
+    As an exception it could end one in the midst of taking work, for which the others, and the end
+    of this process, would then wait forever.
+    """
+    return ProcessPoolExecutor(
+        number,
+        mp_context=get_context("spawn"),  # not forks: this process may use CUDA
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 class CompileAhead:
     """Compiles the kernels of trials before they are timed: a `moe_ops.tuning.search.Prepare`.
 
@@ -60,8 +75,8 @@ class CompileAhead:
         self.subject = subject
         self.done: set[tuple[object, ...]] = set()
         self.compile = partial(compile_trial, problem.activation, subject)
-        if executor is None and processes > 1:  # not forks: this process may use CUDA
-            executor = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+        if executor is None and processes > 1:
+            executor = new_processes(processes)
         self.executor = executor
 
     def __call__(self, trials: Sequence[Trial]) -> None:

@@ -1,5 +1,9 @@
 """Kernels of trials that are compiled before they are timed, without a GPU."""
 
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -79,6 +83,27 @@ def test_one_process_compiles_nothing_ahead():
     ahead(subject().candidates(64))
     assert ahead.executor is None and not ahead.done
     assert 1 <= usable_cores() <= 16
+
+
+def test_ctrl_c_ends_all_processes():
+    """Those that wait for work, too, of which one waits for the others."""
+    code = (
+        "from moe_ops.bench.compile_ahead import new_processes\n"
+        "processes = new_processes(4)\n"
+        "print(*processes.map(int, '1234'), flush=True)\n"
+        "print(*processes.map(sum, [range(10**11)] * 2))\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "1 2 3 4\n"
+            os.killpg(process.pid, signal.SIGINT)
+            _, told = process.communicate(timeout=20)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGINT and "SpawnProcess" not in told
 
 
 def test_errors_are_told():

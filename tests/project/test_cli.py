@@ -34,6 +34,15 @@ def test_no_such_command(arguments, capsys):
     assert arguments != ["train"] or all(f"'{name}'" in error for name in cli.COMMANDS)
 
 
+def test_ctrl_c_is_told_in_a_line(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "tune", cli.COMMANDS["tune"]._replace(run=interrupted))
+    assert cli.main(["tune", "--dry-run"]) == 130
+    assert capsys.readouterr().err == "python -m moe_ops tune: interrupted\n"
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_help(command, capsys):
     assert exit_code([command, "--help"]) == 0
