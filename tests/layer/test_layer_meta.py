@@ -60,14 +60,10 @@ def test_made_and_trained_of_fake_tensors(scheme):
         inputs = [torch.empty(t.shape, requires_grad=True) for t in (x, logits)]
         out = layer(*inputs)
         out.sum().backward()
-    assert (out.shape, out.stride(), out.dtype) == (
-        (expected.shape, expected.stride(), expected.dtype)
-    )
-    pairs = [
-        *zip(inputs, (x, logits), strict=True),
-        *zip(layer.parameters(), real.parameters(), strict=True),
-    ]
-    for fake, own in pairs:
+    assert (out.shape, out.stride()) == (expected.shape, expected.stride())
+    assert (out.dtype, out.device) == (expected.dtype, expected.device)
+    trained = (*inputs, *layer.parameters())
+    for fake, own in zip(trained, (x, logits, *real.parameters()), strict=True):
         assert (fake.shape, fake.dtype, fake.device) == (own.shape, own.dtype, own.device)
         assert (fake.grad is None) == (own.grad is None)
 
