@@ -271,7 +271,7 @@ class Windows(Window):
         self.state.zero_()
         self.error.zero_()
         if self.live is not None:
-            self.live[:-1] = torch.tensor([int(rank in live_ranks) for rank in ranks])
+            self.live[:-1] = torch.tensor([int(rank in live_ranks) for rank in ranks], device="cpu")
         self.in_flight = self.again = nothing
 
 

@@ -91,7 +91,7 @@ def warmup(
 
     def run(tokens: int) -> None:
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
-        logits = torch.randn(tokens, num_experts, device=w1.device)
+        logits = torch.randn(tokens, num_experts, device=w1.device, dtype=torch.float32)
         logits = logits.to(router_logits_dtype or dtype)
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)

@@ -253,7 +253,8 @@ def _projections(model: PreTrainedModel, name: str, experts: Any) -> dict[str, s
     """
     layer: Any = quantized_layer(experts)
     shards = ("w1", "w3", "w2") if layer.sizes.gated else ("w1", "w2")
-    numbers = torch.arange(float(len(shards))).expand(layer.num_experts, -1)[..., None].clone()
+    numbers = torch.arange(len(shards), dtype=torch.float32, device="cpu")
+    numbers = numbers.expand(layer.num_experts, -1)[..., None].clone()
     parts = (("gate_up_proj" if layer.sizes.gated else "up_proj", numbers[:, :-1]),
              ("down_proj", numbers[:, -1:]))  # fmt: skip
     plain = {f"{name}.{key}": x.mT if experts.is_transposed else x for key, x in parts}
@@ -269,7 +270,7 @@ def _projections(model: PreTrainedModel, name: str, experts: Any) -> dict[str, s
 
 def _stored_name(model: PreTrainedModel, name: str) -> str:
     """Return the name of a tensor in the model's checkpoints."""
-    (stored,) = revert_weight_conversion(model, {name: torch.zeros(1)})
+    (stored,) = revert_weight_conversion(model, {name: torch.zeros(1, device="cpu")})
     return str(stored)
 
 

@@ -53,7 +53,9 @@ def stored(weight: Any, axes: Axes) -> QTensor:
     if kind == MX:
         return QTensor(data.view(torch.uint8), scale.view(torch.uint8))
     whole = weight.per_tensor_scale
-    whole = torch.ones(1, device=data.device) if whole is None else whole.float().reshape(-1)
+    if whole is None:
+        whole = torch.ones((), dtype=torch.float32, device=data.device)
+    whole = whole.float().reshape(-1)
     scale = scale.view(torch.float8_e4m3fn)
     return QTensor(data.view(torch.uint8), scale, None, whole.expand(data.shape[0]))
 

@@ -83,7 +83,9 @@ def _fill(layer: ExpertLayer, param: Tensor, spec: ParameterSpec, seed: int) -> 
 
 
 def holds_numbers(x: Tensor) -> bool:
-    """Whether a tensor has memory of its own: it is not on meta, fake or distributed."""
+    """Whether a tensor has memory of its own: not on meta, fake, distributed or under vmap."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
     return type(x.data) is Tensor and not x.is_meta
 
 

@@ -415,7 +415,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
 
         def run(tokens: int) -> None:
             x = torch.randn(tokens, self.model_hidden_size, device=w1.device, dtype=dtype)
-            logits = torch.randn(tokens, self.num_logits, device=w1.device)
+            logits = torch.randn(tokens, self.num_logits, device=w1.device, dtype=torch.float32)
             hashed = self.hash_indices_table is not None
             words = torch.zeros(tokens, dtype=torch.int64, device=w1.device) if hashed else None
             self.forward_impl(x, logits.to(router_logits_dtype or dtype), input_ids=words)

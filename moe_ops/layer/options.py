@@ -15,9 +15,9 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.brief import brief
 from moe_ops.layer.partition import LayerSizes, aligned_sizes
 from moe_ops.layer.state import ExpertPlacement, LayerState, against_host_memory
-from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map, maybe_roundup_hidden_size
+from moe_ops.parallel import FusedMoEParallelConfig, maybe_roundup_hidden_size
 from moe_ops.parallel.parallel_config import check_group
-from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
+from moe_ops.parallel.placement import logical_experts, ranks_of_experts, rows_of_rank
 from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing import SCORING_FUNCS, CustomRouting
 from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
@@ -429,17 +429,13 @@ class FusedMoEOptions:
         """
         ep_size, rank = parallel.ep_size, parallel.ep_rank if rank is None else rank
         redundant, even = self.num_redundant_experts, ep_size if self.enable_eplb else 1
-        with torch.device("cpu"):  # its numbers are read here, even if parameters are on meta
-            logical = initial_physical_to_logical_map(num_experts, redundant, even)
-            _, expert_map, _ = determine_expert_map(
-                ep_size, rank, len(logical), self.expert_placement_strategy
-            )
-        rows = list(range(len(logical))) if expert_map is None else expert_map.tolist()
+        logical = logical_experts(num_experts, redundant, even)
+        rows = rows_of_rank(ep_size, rank, len(logical), self.expert_placement_strategy)
         local = sum(row >= 0 for row in rows)
         for i in range(self.n_shared_experts):
             rows.append(local + i if rank == 0 else -1)
         shared = range(num_experts, num_experts + self.n_shared_experts)
-        return ExpertPlacement((*logical.tolist(), *shared), tuple(rows), ep_size > 1)
+        return ExpertPlacement((*logical, *shared), tuple(rows), ep_size > 1)
 
     def expert_ranks(self, parallel: FusedMoEParallelConfig, num_experts: int) -> Tensor:
         """Return int32 ``(physical,)`` on the CPU: the rank that holds each physical expert."""

@@ -53,11 +53,9 @@ class PlainExperts(NamedTuple):
         )
         for expert, row in rows.items():
             for name, weight, bias, scale in projections:
-                tensors = {
-                    "weight": weight[row],
-                    "bias": None if bias is None else bias[row],
-                    "input_scale": None if scale is None else torch.tensor(scale),
-                }
+                tensors = {"weight": weight[row], "bias": None if bias is None else bias[row]}
+                if scale is not None:
+                    tensors["input_scale"] = torch.tensor(scale, dtype=torch.float32, device="cpu")
                 for suffix, x in tensors.items():
                     if x is not None:
                         yield _tensor_entry(f"experts.{expert}.{name}.{suffix}", x)

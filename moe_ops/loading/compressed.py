@@ -129,7 +129,7 @@ def stored_projection(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> 
         if weight.element.name == "int8":
             data = data ^ 128  # the offset of unsigned codes
         entries["weight_packed"] = _as_words(data)
-        entries["weight_shape"] = torch.tensor([n, k])
+        entries["weight_shape"] = torch.tensor([n, k], device="cpu")
         if "zero_point" in tensors:
             entries["weight_zero_point"] = _packed_rows(tensors["zero_point"], weight.element.bits)
     elif form.endswith("pack-quantized"):

@@ -49,26 +49,44 @@ def determine_expert_map(
     Source:
         vLLM ``determine_expert_map``.
     """
-    checks.at_least(1, ep_size=ep_size, global_num_experts=global_num_experts)
     checks.at_least(0, num_fused_shared_experts=num_fused_shared_experts)
+    rows = rows_of_rank(ep_size, ep_rank, global_num_experts, expert_placement_strategy)
+    if ep_size == 1:
+        return global_num_experts, None, None
+    expert_map = torch.tensor(rows, dtype=torch.int32)
+    shared = expert_map.new_ones(num_fused_shared_experts)
+    mask = torch.cat(((expert_map >= 0).to(torch.int32), shared, shared.new_zeros(1)))
+    return max(rows) + 1, expert_map, mask
+
+
+def rows_of_rank(
+    ep_size: int, ep_rank: int, global_num_experts: int, expert_placement_strategy: str = "linear"
+) -> list[int]:
+    """Return the local expert of each of the E global ones on rank ``ep_rank``, or -1.
+
+    A list, for readers on the host: a tensor has no numbers on meta or under a `FakeTensorMode`.
+
+    Args:
+        ep_size: see `determine_expert_map`.
+        ep_rank: the rank in question.
+        global_num_experts: E.
+        expert_placement_strategy: see `determine_expert_map`.
+
+    Raises:
+        ValueError: as `determine_expert_map`.
+    """
+    checks.at_least(1, ep_size=ep_size, global_num_experts=global_num_experts)
     checks.integer("ep_rank", ep_rank)
     if not 0 <= ep_rank < ep_size:
         raise ValueError(f"ep_rank must be in 0..{ep_size - 1}, got {ep_rank}")
     checks.one_of("expert_placement_strategy", expert_placement_strategy, PLACEMENT_STRATEGIES)
-    if ep_size == 1:
-        return global_num_experts, None, None
     base, remainder = divmod(global_num_experts, ep_size)
-    local_num_experts = base + (ep_rank < remainder)
-    local = torch.arange(local_num_experts, dtype=torch.int32)
     if expert_placement_strategy == "linear":
-        held = local + ep_rank * base + min(ep_rank, remainder)
+        first = ep_rank * base + min(ep_rank, remainder)
+        held = range(first, first + base + (ep_rank < remainder))
     else:
-        held = local * ep_size + ep_rank
-    expert_map = torch.full((global_num_experts,), -1, dtype=torch.int32)
-    expert_map[held.long()] = local
-    shared = expert_map.new_ones(num_fused_shared_experts)
-    mask = torch.cat(((expert_map >= 0).to(torch.int32), shared, shared.new_zeros(1)))
-    return local_num_experts, expert_map, mask
+        held = range(ep_rank, global_num_experts, ep_size)
+    return [held.index(expert) if expert in held else -1 for expert in range(global_num_experts)]
 
 
 def determine_expert_ranks(
@@ -161,6 +179,17 @@ def initial_physical_to_logical_map(
     Source:
         vLLM's initial EPLB map.
     """
+    return torch.tensor(logical_experts(num_experts, num_redundant_experts, ep_size))
+
+
+def logical_experts(
+    num_experts: int, num_redundant_experts: int = 0, ep_size: int = 1
+) -> list[int]:
+    """Return the numbers of `initial_physical_to_logical_map`, for readers on the host.
+
+    Raises:
+        ValueError: as `initial_physical_to_logical_map`.
+    """
     checks.at_least(1, num_experts=num_experts, ep_size=ep_size)
     checks.at_least(0, num_redundant_experts=num_redundant_experts)
     num_physical = num_experts + num_redundant_experts
@@ -169,7 +198,7 @@ def initial_physical_to_logical_map(
             "num_experts + num_redundant_experts must be a multiple of ep_size = "
             f"{ep_size}, got {num_physical}"
         )
-    return torch.arange(num_physical) % num_experts
+    return [expert % num_experts for expert in range(num_physical)]
 
 
 def make_expert_params_mapping(
@@ -192,7 +221,7 @@ def make_expert_params_mapping(
     Source:
         vLLM ``FusedMoE.make_expert_params_mapping``.
     """
-    logical = initial_physical_to_logical_map(num_experts, num_redundant_experts).tolist()
+    logical = logical_experts(num_experts, num_redundant_experts)
     shards = (
         ("w1", "experts.w13_", ckpt_gate_proj_name),
         ("w2", "experts.w2_", ckpt_down_proj_name),

@@ -65,15 +65,17 @@ def simulate_balance(
     """
     checks.topk("top_k", top_k, num_experts)
     generator = torch.Generator().manual_seed(seed)
-    favourite = torch.randperm(num_experts, generator=generator) + 1
+    favourite = torch.randperm(num_experts, generator=generator, device="cpu") + 1
     log_odds = -exponent * favourite.double().log()
 
     def draw() -> Tensor:
         """Distinct experts for each token: the largest of its perturbed log odds."""
-        uniform = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+        uniform = torch.empty(num_tokens, num_experts, dtype=torch.float64, device="cpu")
+        uniform.uniform_(generator=generator)
         return (log_odds - (-uniform.log()).log()).topk(top_k).indices
 
-    state = EplbState.make(1, num_experts, num_redundant_experts, ep_size)
+    with torch.device("cpu"):
+        state = EplbState.make(1, num_experts, num_redundant_experts, ep_size)
 
     def rank_load(ids: Tensor) -> Tensor:
         _, load, replicas, count = (x[0] for x in state)

@@ -95,5 +95,6 @@ class Peaks:
                     f"positive and finite, got {peak} for GEMM {gemm} of {name}"
                 )
         # The reciprocal of a float32 number, which is what checkpoints of NVFP4 hold.
-        first, second = (1 / (torch.tensor(largest) / peak) for peak in peaks)
+        whole = torch.tensor(largest, dtype=torch.float32, device="cpu")
+        first, second = (1 / (whole / peak) for peak in peaks)
         return float(first), float(second)

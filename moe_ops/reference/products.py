@@ -95,7 +95,7 @@ def _product(
     (a, a_scale), (b, b_scale) = x, w
     size = a.shape[1] if quant.group.cols == WHOLE else quant.group.cols
     a, b = _exact(a, quant.element, size), _exact(b, quant.element, size)
-    acc = torch.zeros((a.shape[0], b.shape[0]), device=a.device)
+    acc = torch.zeros((a.shape[0], b.shape[0]), dtype=torch.float32, device=a.device)
     pieces = zip(a.split(size, 1), b.split(size, 1), strict=True)
     for group, (x_piece, w_piece) in enumerate(pieces):
         exact = torch.empty_like(acc, dtype=x_piece.dtype)

@@ -64,12 +64,12 @@ def make_resident(
         for source, copy in owner.pairs[number]:
             copy[slot[expert]].copy_(source[expert])
             state[BYTES] += source[expert].nbytes
-    rows = torch.full((owner.num_experts,), -1, dtype=torch.int32)
+    rows = torch.full((owner.num_experts,), -1, dtype=torch.int32, device="cpu")
     for expert in present:
         rows[expert], used[expert] = slot[expert], now
     owner.row_maps[number].copy_(rows)
     if not wave or todo:
-        state[at.slot : at.keys] = torch.tensor([*slot, *used]).to(state.device)
+        state[at.slot : at.keys] = torch.tensor([*slot, *used], device=state.device)
         state[CLOCK] = now + 1
     state[BEGUN], state[LEFT] = begun, len(todo) - len(present)
     state[HITS] += len(resident)

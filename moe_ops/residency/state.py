@@ -104,7 +104,7 @@ class StateLayout(NamedTuple):
         state = torch.zeros(self.length, dtype=torch.int64, device="cpu")
         state[MIRROR] = mirror
         state[self.slot : self.last_use] = -1
-        state[self.slot : self.slot + self.num_slots] = torch.arange(self.num_slots)
+        state[self.slot : self.slot + self.num_slots] = torch.arange(self.num_slots, device="cpu")
         self.empty_(state)
         return state
 

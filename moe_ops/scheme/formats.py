@@ -30,7 +30,7 @@ def encode(value: Tensor, element: Element) -> Tensor:
 
     Rounds as the hardware's conversions do, and like them keeps the sign of a zero.
     """
-    grid = torch.tensor(_magnitudes(element), device=value.device)
+    grid = torch.tensor(_magnitudes(element), dtype=torch.float32, device=value.device)
     middle = (grid[1:] + grid[:-1]) / 2
     magnitude = value.abs()
     down = torch.bucketize(magnitude, middle, out_int32=True)

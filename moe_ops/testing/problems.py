@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -63,22 +64,23 @@ def make_routing(problem: Problem, generator: torch.Generator) -> tuple[Tensor, 
         Weights ``(T, k)`` float32 and ids ``(T, k)`` int32.
     """
     T, E, k = problem.num_tokens, problem.num_experts, problem.top_k
-    score = torch.rand(T, E, generator=generator)
+    uniform = partial(torch.rand, generator=generator, dtype=torch.float32, device="cpu")
+    score = uniform(T, E)
     if problem.routing == "skewed":
         score[:, : E // 2] += 1
-    ids = score.topk(k, dim=-1).indices if k <= E else torch.zeros(T, k, dtype=torch.int64)
+    ids = score.topk(k, dim=-1).indices if k <= E else score.new_zeros(T, k, dtype=torch.int64)
     if problem.routing == "one_expert":
-        ids = torch.arange(k).expand(T, k).clone()
+        ids = torch.arange(k, device="cpu").expand(T, k).clone()
     if problem.routing == "duplicates" and T:
         ids[:, 1:] = ids[:, :1]
     if problem.routing == "holes":
-        hole = torch.rand(T, k, generator=generator)
+        hole = uniform(T, k)
         ids[hole < 0.2] = -1
         ids[(hole >= 0.2) & (hole < 0.3)] = E
         ids[(hole >= 0.3) & (hole < 0.35)] = 2**31 - 1
         if T:
             ids[0] = -1  # a token without any expert
-    return torch.rand(T, k, generator=generator) + 0.1, ids.to(torch.int32)
+    return uniform(T, k) + 0.1, ids.to(torch.int32)
 
 
 def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
@@ -97,14 +99,15 @@ def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
     rows = 2 * I if kind.is_gated else I
 
     def normal(*shape: int, fan_in: int = 1) -> Tensor:
-        x = torch.randn(*shape, generator=g) / max(fan_in, 1) ** 0.5
+        x = torch.randn(*shape, generator=g, dtype=torch.float32, device="cpu")
+        x = x / max(fan_in, 1) ** 0.5
         return x.to(problem.dtype).to(device)
 
     expert_map = None
     if problem.num_local_experts is not None:
-        expert_map = torch.full((E,), -1, dtype=torch.int32)
-        chosen = torch.randperm(E, generator=g)[:local]
-        expert_map[chosen] = torch.arange(local, dtype=torch.int32)
+        expert_map = torch.full((E,), -1, dtype=torch.int32, device="cpu")
+        chosen = torch.randperm(E, generator=g, device="cpu")[:local]
+        expert_map[chosen] = torch.arange(local, dtype=torch.int32, device="cpu")
         expert_map = expert_map.to(device)
     weights, ids = make_routing(problem, g)
     return Inputs(

@@ -11,6 +11,7 @@ import torch
 from checkpoints import Experts, per_expert
 from loaded_layers import SECOND_OF_TWO, E, H, I, batch, loaded, make
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops.layer import parameter_specs
@@ -46,6 +47,33 @@ def test_made_on_meta(scheme):
         assert x.dtype == y.dtype and not x.is_meta and x.requires_grad == y.requires_grad
         torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=0, equal_nan=True)
     assert layer.w13_input_order is None
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_block128", "int4_w4a16_g32"])
+def test_made_and_trained_of_fake_tensors(scheme):
+    """As estimates of memory do: nothing that a layer reads to be made may be a tensor."""
+    real, (x, logits) = make(scheme, has_bias=True, **SECOND_OF_TWO), batch()
+    expected = real(x.requires_grad_(), logits.requires_grad_())
+    expected.sum().backward()
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        layer = make(scheme, has_bias=True, **SECOND_OF_TWO)
+        inputs = [torch.empty(t.shape, requires_grad=True) for t in (x, logits)]
+        out = layer(*inputs)
+        out.sum().backward()
+    assert (out.shape, out.stride()) == (expected.shape, expected.stride())
+    assert (out.dtype, out.device) == (expected.dtype, expected.device)
+    trained = (*inputs, *layer.parameters())
+    for fake, own in zip(trained, (x, logits, *real.parameters()), strict=True):
+        assert (fake.shape, fake.dtype, fake.device) == (own.shape, own.dtype, own.device)
+        assert (fake.grad is None) == (own.grad is None)
+
+
+def test_names_of_experts_on_meta():
+    """Loaders of models call it while a model is made."""
+    arguments = ("gate_proj", "down_proj", "up_proj", E, 2)
+    with torch.device("meta"):
+        mapping = moe_ops.parallel.make_expert_params_mapping(*arguments)
+    assert mapping == moe_ops.parallel.make_expert_params_mapping(*arguments)
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8_block128"])

@@ -171,3 +171,19 @@ def test_parameters_may_be_replaced():
     assert torch.equal(swapped, exact)
     layer.w2_weight_scale = torch.nn.Parameter(doubled["w2_weight_scale"], requires_grad=False)
     assert torch.equal(layer(*arguments), exact)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int4_w4a16_g32"])
+def test_an_ensemble_by_vmap(scheme):
+    """Also before any other call, which is when a layer looks whether anything was loaded."""
+    layer, arguments = make(scheme), batch()
+    stacked = {name: torch.stack([x, x.view_as(x)]) for name, x in layer.named_parameters()}
+    stacked["w2_weight_scale"][1] *= 2
+
+    def member(parameters):
+        return torch.func.functional_call(layer, parameters, arguments)
+
+    with torch.no_grad():
+        both = torch.vmap(member)(stacked)
+    out = layer(*arguments)
+    assert torch.equal(both, torch.stack([out, 2 * out]))

@@ -98,6 +98,15 @@ def test_older_tracers_say_what_to_use(tmp_path):
     assert torch.equal(traced(x), block(x))
 
 
+def test_draft_export_finds_changes_where_there_is_no_tensor():
+    """torch's own fault: the same call exports, and the limits quote the error."""
+    limits = " ".join((ROOT / "docs/limits.md").read_text().split())
+    with pytest.raises(RuntimeError, match="argument 'e_score_correction_bias'") as error:
+        torch.export.draft_export(Block("cpu"), (torch.randn(7, H),))
+    quoted = "specified that the operator does not mutate the argument, but this seems to be "
+    assert quoted in str(error.value) and quoted in limits
+
+
 LOADING = """
 import torch
 {before}

@@ -142,5 +142,5 @@ def test_texts_of_several_lines(tmp_path):
 
 def test_one_fault_of_the_library_is_caught():
     """In a copy of this very tree, by the tests of its module."""
-    status, output = run("--only", "held = local * ep_size")
+    status, output = run("--only", "held = range(ep_rank, global")
     assert status == 0 and "1 of 1 caught" in output, output
