@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from operator_samples import OF_WINDOWS, cached_samples, keywords, outputs, overload
+from table_items import every_row
 from torch.utils._pytree import tree_leaves
 
 import moe_ops
@@ -46,7 +47,7 @@ def assert_same(actual, expected):
         assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("qualified", [q for q in STAGES if q not in OF_WINDOWS])
+@every_row("qualified", [q for q in STAGES if q not in OF_WINDOWS])
 def test_operators(qualified, default):
     for arguments in cached_samples("cpu")[qualified]:
 
@@ -104,7 +105,7 @@ MADE = {
 x_and_logits = batch()
 
 
-@pytest.mark.parametrize("change", MADE)
+@every_row("change", MADE)
 def test_layers(change, default):
     expected = MADE[change](new_layer())
     with default():
