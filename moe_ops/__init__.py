@@ -25,8 +25,6 @@ from moe_ops.functional import (
     moe_permute,
     moe_unpermute,
 )
-from moe_ops.inspect.warmup import warmup
-from moe_ops.inspect.workspace import workspace_nbytes
 from moe_ops.on_demand import import_after as _import_after
 from moe_ops.on_demand import on_demand as _on_demand
 from moe_ops.parallel import EplbState, FusedMoEParallelConfig
@@ -61,6 +59,8 @@ _LATER = {
     "offload_": "offload",
     "offload_stats": "offload",
     "quantize_": "quantization",
+    "warmup": "inspect.warmup",
+    "workspace_nbytes": "inspect.workspace",
 }
 """Names whose modules are imported when they are first used."""
 _ALSO = {
@@ -119,6 +119,8 @@ _ALSO = {
 
 if TYPE_CHECKING:
     from moe_ops.inspect.explanation import explain
+    from moe_ops.inspect.warmup import warmup
+    from moe_ops.inspect.workspace import workspace_nbytes
     from moe_ops.layer import FusedMoE, FusedMoEOptions
     from moe_ops.layer.checkpoint import LoadReport, load_checkpoint
     from moe_ops.offload import offload_, offload_stats
