@@ -40,10 +40,10 @@ def usable_cores() -> int:
 
 
 def new_processes(number: int) -> ProcessPoolExecutor:
-    """Processes that compile. Ctrl-C ends them at once.
+    """Processes that compile, and that Ctrl-C kills.
 
-    As an exception it could end one in the midst of taking work, for which the others, and the end
-    of this process, would then wait forever.
+    If it raised KeyboardInterrupt in them, it could end one while it takes work from their queue:
+    the others, and this process at its end, would then wait forever.
     """
     return ProcessPoolExecutor(
         number,

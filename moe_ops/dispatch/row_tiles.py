@@ -48,10 +48,9 @@ HOPPER_DEQUANTIZED = {
 }
 """Row tiles on Hopper where weights are dequantized, by bits of a stored number.
 
-Up to 53 rows per expert, tiles of 64 rows waste so much less time on padding that the experts that
-need two of them cost less. (Narrow layers gain from them up to 65 rows; wide ones, whose weights
-the L2 cache does not hold for a second tile, lose above 50 to 54.) Up to 27 rows per expert the
-same holds for tiles of 32 rows and 4-bit weights."""
+Up to 53 rows per expert tiles of 64 are faster than tiles of 128, which are half padding, although
+some experts need two. Narrow layers would gain up to 65 rows; wide ones lose above 50 to 54. With
+4-bit weights tiles of 32 are faster than tiles of 64 up to 27 rows per expert, likewise."""
 INVARIANT = TileRule(((math.inf, 64),), batch_invariant=True)
 """Row tile of batch-invariant mode: one tile at any load, and so one order of sums along K.
 

@@ -17,7 +17,7 @@ from moe_ops.parallel.live_ranks import check_live_ranks, live_replicas
 from moe_ops.parallel.moves import apply_moves, check_apart, check_rows, plan_moves, staging_for
 from moe_ops.parallel.placement import (
     determine_expert_ranks,
-    initial_physical_to_logical_map,
+    logical_experts,
 )
 from moe_ops.parallel.rebalance import (
     LogicalMaps,
@@ -86,8 +86,8 @@ class EplbState(EplbTensors):
             checks.size("ep_size", ep_size, "the number of ranks of group", ranks.size())
         if ep_size is None:
             ep_size = 1 if ranks is None else ranks.size()
-        placement = initial_physical_to_logical_map(num_experts, num_redundant_experts, ep_size)
-        placement = placement.to(device).repeat(num_layers, 1)
+        logical = logical_experts(num_experts, num_redundant_experts, ep_size)
+        placement = torch.tensor(logical, device=device).repeat(num_layers, 1)
         maps = compute_logical_maps(placement, num_experts, num_redundant_experts + 1)
         state = cls(placement, torch.zeros_like(placement, dtype=torch.int32), *maps)
         state.group_name = None if ranks is None else ranks.group_name

@@ -60,7 +60,7 @@ def determine_expert_map(
 
 
 def rows_of_rank(
-    ep_size: int, ep_rank: int, global_num_experts: int, expert_placement_strategy: str = "linear"
+    ep_size: int, ep_rank: int, global_num_experts: int, expert_placement_strategy: str
 ) -> list[int]:
     """Return the local expert of each of the E global ones on rank ``ep_rank``, or -1.
 

@@ -70,12 +70,11 @@ def simulate_balance(
 
     def draw() -> Tensor:
         """Distinct experts for each token: the largest of its perturbed log odds."""
-        uniform = torch.empty(num_tokens, num_experts, dtype=torch.float64, device="cpu")
-        uniform.uniform_(generator=generator)
+        size = num_tokens, num_experts
+        uniform = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
         return (log_odds - (-uniform.log()).log()).topk(top_k).indices
 
-    with torch.device("cpu"):
-        state = EplbState.make(1, num_experts, num_redundant_experts, ep_size)
+    state = EplbState.make(1, num_experts, num_redundant_experts, ep_size, "cpu")
 
     def rank_load(ids: Tensor) -> Tensor:
         _, load, replicas, count = (x[0] for x in state)

@@ -86,7 +86,7 @@ def test_one_process_compiles_nothing_ahead():
 
 
 def test_ctrl_c_ends_all_processes():
-    """Those that wait for work, too, of which one waits for the others."""
+    """Processes that compile, and processes that wait for work."""
     code = (
         "from moe_ops.bench.compile_ahead import new_processes\n"
         "processes = new_processes(4)\n"

@@ -48,26 +48,20 @@ def test_row_tiles_by_class_of_load(rule, tiles):
     assert not rule.batch_invariant
 
 
-BY_ROWS = (
-    (HOPPER[1], {10: 16, 26: 32, 60: 64}, 4),
-    (HOPPER_DEQUANTIZED[4], {10: 16, 27: 32, 53: 64}, 4),
-    (HOPPER_DEQUANTIZED[8], {10: 16, 21: 32, 53: 64}, 4),
+BY_SLOTS = (
+    (HOPPER[1], {85: 16, 208: 32, 480: 64}),
+    (HOPPER_DEQUANTIZED[4], {85: 16, 218: 32, 426: 64}),
+    (HOPPER_DEQUANTIZED[8], {85: 16, 170: 32, 426: 64}),
 )
-"""Rules on Hopper: the most rows of an expert in whole numbers for which a row tile is chosen."""
+"""Rules that change within a class of load: the most slots of 8 experts for each row tile."""
 
 
-@every_row(("rule", "last", "classes"), BY_ROWS)
-def test_steps_within_a_class_of_load(rule, last, classes):
-    """A tile of 32 takes most experts of 26 rows, and one of 128 is worth it from 54 or 61 on."""
-    experts, limits = 8, [*last, math.inf]
-    for rows in range(300):
-        expected = [*last.values(), 128][sum(rows > limit for limit in limits)]
-        assert row_tile(rule, rows * experts, experts) == expected, rows
-    assert (rule.smallest, rule.largest, last_class(rule)) == (16, 128, classes)
-
-
-def test_a_row_more_than_60_an_expert():
-    assert row_tile(HOPPER[1], 60 * 8, 8) == 64 and row_tile(HOPPER[1], 60 * 8 + 1, 8) == 128
+@every_row(("rule", "last"), BY_SLOTS)
+def test_row_tiles_within_a_class_of_load(rule, last):
+    for slots in range(1000):
+        expected = next((tile for most, tile in last.items() if slots <= most), 128)
+        assert row_tile(rule, slots, 8) == expected, slots
+    assert (rule.smallest, rule.largest, last_class(rule)) == (16, 128, 4)
 
 
 def test_one_row_tile_at_every_load():

@@ -76,7 +76,7 @@ def test_a_layer(scheme, layer, one_of_two):
     rows, wide = tokens * TOP_K / EXPERTS, scheme == "unquantized"
     tile = row_tile(HOPPER[2 if wide else 1], tokens * TOP_K, EXPERTS)
     stream = not wide and tile <= 32
-    packed = rows > 170 or tile == 192 if wide else tile == 128
+    packed = (rows > 170 or tile == 192) if wide else tile == 128
     assert len(hoppers) + one * stream == 2 * (stream or packed)
     assert {*hoppers} <= {"hopper_stream_kernel" if stream else "hopper_gemm_kernel"}
     # The first GEMM of an unquantized layer writes rows as the second reads them.
@@ -165,7 +165,7 @@ MODELS = {
 ONCE = {("deepseek-v3", 300), ("gpt-oss", 900), ("qwen3-30b", 4096)}
 """Models and tokens: each of both."""
 GIVEN_TILES = {900: HopperTiles(PACKED, 64, 256, 8, 4)}
-"""Tiles of 64 rows, which only a tuned file or a caller chooses for so many."""
+"""By tokens: tiles of 64 rows, which only a tuned file or a caller chooses."""
 
 
 @pytest.mark.parametrize(

@@ -192,9 +192,13 @@ def _has_rows(kernel: str) -> Condition:
 
 
 def _many(problem: GemmProblem, _: Device) -> bool:
-    """Whether experts have enough rows: of tiles of 64, more than the first bucket has."""
+    """Whether experts have many rows, for tiles of 64 one bucket later than for taller ones.
+
+    In the first bucket the portable kernel is faster with tiles of 64, which 8-bit rows have there.
+    """
     sizes = problem.sizes
-    return sizes.load_class >= GATHERED_LOAD + (sizes.row_tile < 128)
+    first = GATHERED_LOAD if sizes.row_tile > 64 else GATHERED_LOAD + 1
+    return sizes.load_class >= first
 
 
 def _has_one_sum(problem: GemmProblem) -> bool:
