@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_ops import sizes
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.scheme import UNQUANTIZED, Scheme, get_scheme, is_packed
+from moe_ops.scheme.packed import widens_rows
 from moe_ops.tensors import AnyTiles, AnyWeight
 
 
@@ -170,7 +171,7 @@ def _quantized_rows(
     It quantizes rows which it also dequantizes for a weight in the packed form alone.
     """
     quant, _ = scheme.quants
-    stored, later = a.dtype == quant.dtype, fragments and a_scale is None
+    stored, later = a.dtype == quant.dtype, fragments and a_scale is None and widens_rows(scheme)
     if scheme.dequantizes_both and not later and (a_scale is None or not stored):
         rule = f"a must be rows as scheme {scheme.key} stores them, with scales"
         got = "None" if a_scale is None else f"rows of dtype {a.dtype}"

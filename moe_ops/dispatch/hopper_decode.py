@@ -98,7 +98,9 @@ def decodes_to_fp8(kernel: str, scheme: Scheme) -> bool:
     quant = cast(Quant, scheme.weight)
     whole = quant.scale == "e4m3" and (quant.shared_cols or 1) % STAGE_K == 0
     integers = quant.element.name == "int4" and not quant.zero_point
-    return kernel == DECODE_MANY and scheme.activation is not None and integers and whole
+    rows = scheme.activation
+    fp8 = rows is not None and rows.per_row and rows.element.name == "fp8"
+    return kernel == DECODE_MANY and fp8 and integers and whole
 
 
 def few_ctas(block_m: int, tiles: float, device: Device) -> int:

@@ -17,7 +17,7 @@ from moe_ops.dispatch.hopper import takes_one_token
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import TileRule
 from moe_ops.scheme import UNQUANTIZED, Quant, Scheme
-from moe_ops.scheme.packed import PACKED_DTYPE, groups_first
+from moe_ops.scheme.packed import PACKED_DTYPE, groups_first, widens_rows
 from moe_ops.tensors import ExpertWeight, TensorSpec
 
 GEMMS = ("expert_product", "expert_product.out", "expert_product_sum")
@@ -130,7 +130,8 @@ def layer_operands(
         activation: key of the activation that GEMM 1 applies to its product; empty: none.
         fragments: whether the weight is in the packed form.
     """
-    early = num_tokens is None or (scheme.dequantizes_both and not fragments)
+    widens = fragments and widens_rows(scheme)
+    early = num_tokens is None or (scheme.dequantizes_both and not widens)
     second = num_tokens == 1 and not activation and top_k == 1
     return OperandSpecs(
         *_layer_rows(scheme.activation, dtype, num_slots // top_k, weight[2], early=early),

@@ -133,6 +133,12 @@ class GemmProblem(NamedTuple):
         return self.quant is None and get_scheme(self.scheme).activation is not None
 
     @property
+    def scales_sums(self) -> bool:
+        """Whether such rows have one scale each, which multiplies the sums of their products."""
+        rows = get_scheme(self.scheme).activation
+        return self.rounded and rows is not None and rows.per_row
+
+    @property
     def groups(self) -> ScaleGroups | None:
         """The scale groups of two quantized operands; None: the operands are not quantized."""
         scheme, weight_rows = get_scheme(self.scheme), self.scale_rows

@@ -22,6 +22,7 @@ from moe_ops.dispatch.row_tiles import routed_among, row_tile_rule
 from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, sure
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, get_scheme, is_packed
+from moe_ops.scheme.packed import widens_rows
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 
 
@@ -88,7 +89,7 @@ def quantized(
     quant, ids = scheme.activation, space.tiles.topk_ids
     if quant is None:
         return Rows(x)
-    fragments = scheme.dequantizes_both and is_packed(weight.data)
+    fragments = widens_rows(scheme) and is_packed(weight.data)
     widens = fragments and not x.is_cpu  # references have no plan
     if (
         ids is None

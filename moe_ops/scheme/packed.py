@@ -191,13 +191,23 @@ def bits_spread(quant: Quant) -> bool:
 
 
 def dequantizes_rows(scheme: Scheme) -> bool:
-    """Whether activations are dequantized too: fp8 with one scale per row, under other weights.
+    """Whether kernels of packed weights dequantize the scheme's activations too, to bf16.
 
-    Kernels multiply their numbers in bf16, or with many rows under int4 in fp8, and the sums by the
-    scales of the rows.
+    Scales along K multiply the numbers, exactly. Numbers of 8 bits with one scale per row are
+    multiplied as they are, by int4 weights in fp8 if there are many rows, and the scales multiply
+    the sums.
     """
-    quant, both = scheme.activation, scheme.dequantizes_both
-    return quant is not None and both and quant.element.name == "fp8" and quant.per_row
+    quant = scheme.activation
+    if quant is None or not scheme.dequantizes_both:
+        return False
+    return quant.local or (quant.per_row and quant.element.bits == 8)
+
+
+def widens_rows(scheme: Scheme) -> bool:
+    """Whether operators with packed weights quantize rows themselves: to fp8, held in bf16."""
+    quant = scheme.activation
+    fp8 = quant is not None and quant.per_row and quant.element.name == "fp8"
+    return fp8 and scheme.dequantizes_both
 
 
 def check_packed(name: str, w: Tensor, scheme: Scheme, n: int, k: int) -> None:
@@ -218,7 +228,8 @@ def _refusal(name: str, scheme: Scheme, n: int, k: int) -> tuple[type[Exception]
     """Why a weight ``(E, N, K)`` has no packed form: the exception to raise, and its text."""
     quant, to_pack = scheme.weight, f"if {name} is packed (see pack_weight)"
     if quant is None or not (scheme.activation is None or dequantizes_rows(scheme)):
-        rule = f"scheme must quantize weights only (or rows to fp8 under others) {to_pack}"
+        rows = "rows, if quantized, have 8 bits and one scale each, or scales along K"
+        rule = f"scheme must dequantize weights, and its {rows}, {to_pack}"
         return NotImplementedError, f"{rule}, got {scheme.name}"
     if quant.group.rows != 1:
         rule = f"scheme.weight.group must have one row {to_pack}"

@@ -4,11 +4,14 @@ import torch
 from own_schemes import OWN
 
 from moe_ops import SCHEMES, QTensor, get_scheme, packs
+from moe_ops.scheme.packed import widens_rows
 
 ALL_PACKABLE = [name for name in SCHEMES if packs(name, 64, 64)]
 PACKABLE = [name for name in ALL_PACKABLE if get_scheme(name).activation is None]
-UNDER_FP8 = [name for name in ALL_PACKABLE if name not in PACKABLE]
-"""Schemes whose rows are decoded too."""
+UNDER_FP8 = [name for name in ALL_PACKABLE if widens_rows(get_scheme(name))]
+"""Schemes whose rows are fp8 with one scale each, and become bf16 as they are quantized."""
+UNDER_GROUPS = [name for name in ALL_PACKABLE if name not in (*PACKABLE, *UNDER_FP8)]
+"""Schemes whose rows have scales along K, and are dequantized to bf16."""
 MORE = [
     "int4_w4a16_g16", "int4_w4a16_g32_zp", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp",
     "|int4:1x32:e8m0", "|fp8:1x64:float32",

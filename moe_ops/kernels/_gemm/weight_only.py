@@ -326,20 +326,7 @@ class Variant(NamedTuple):
     def row_format(self) -> Format | None:
         """The `Format` of quantized rows; None if rows are not quantized."""
         quant = self.scheme.activation
-        if quant is None:
-            return None
-        cols = quant.group.cols if quant.local else None
-        return Format(
-            step=1,
-            up=0,
-            weight_rows=0,
-            paired=quant.element.values_per_byte == 2 or self.row_words,
-            cols=cols,
-            in_tile=cols is not None,
-            rows=1,
-            global_rows=0,
-            **_stored(quant),
-        )
+        return None if quant is None else format_of_rows(quant, words=self.row_words)
 
 
 @lru_cache(maxsize=1024)
@@ -353,6 +340,22 @@ def _weight_only_launch(kind: type[StoredGemm], variant: Variant, tiles: TileCon
         FORMAT=variant.weight_format(tiles),
         ROWS=variant.row_format(),
         **tiles.constants(),
+    )
+
+
+def format_of_rows(quant: Quant, *, words: bool) -> Format:
+    """The `Format` of quantized rows; ``words``: of two neighbours along K, see `stored_entries`."""
+    cols = quant.group.cols if quant.local else None
+    return Format(
+        step=1,
+        up=0,
+        weight_rows=0,
+        paired=quant.element.values_per_byte == 2 or words,
+        cols=cols,
+        in_tile=cols is not None,
+        rows=1,
+        global_rows=0,
+        **_stored(quant),
     )
 
 

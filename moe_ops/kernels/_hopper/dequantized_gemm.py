@@ -34,6 +34,7 @@ from moe_ops.kernels._hopper.dequantized_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.dequantized_products import ALONE
 from moe_ops.kernels._hopper.layout import TiledLayout
 from moe_ops.kernels._hopper.pack import RIFFLED, WIDE, pack_rows, quantize_rows
+from moe_ops.kernels._hopper.plain_rows import plain_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, dense_vectors
@@ -291,6 +292,8 @@ class DecodeGemm:
         }
         if quant is None:
             return pack_rows(a, None, **order)
+        if quant.local:
+            return plain_rows(a, operands.a_scale, quant, **order), None
         fp8 = decodes_to_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
         form = RIFFLED if fp8 else WIDE
         if a.dtype == quant.dtype:
@@ -299,13 +302,15 @@ class DecodeGemm:
 
 
 def rows_in_16_bits(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:
-    """Rows in 16 bits, and their scales: quantized rows become bf16, which holds all of fp8.
+    """Rows in 16 bits, and the scales of their sums: quantized rows become bf16, which is exact.
 
     A copy, not a conversion where rows are loaded: each tile loads them, and the kernel that
-    quantizes them writes bf16 at the same cost.
+    quantizes them to fp8 writes bf16 at the same cost.
     """
     if quant is None:
         return operands.a, None
+    if quant.local:
+        return plain_rows(operands.a, operands.a_scale, quant), None
     if operands.a.dtype == quant.dtype:
         return operands.a.to(torch.bfloat16), dense(operands.a_scale)
     _, topk_ids, expert_map = operands.tiles

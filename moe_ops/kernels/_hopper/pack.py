@@ -32,13 +32,13 @@ from moe_ops.scheme import WHOLE, Quant
 
 
 @triton.jit
-def _rows_in_use(plan, num_rows, num_entries):
+def rows_in_use(plan, num_rows, num_entries):
     """The plan's number of rows in use, limited to the rows of the plan and of the result."""
     return tl.minimum(tl.load(plan), tl.minimum(num_rows, num_entries - HEADER))
 
 
 @triton.jit
-def _sources(plan, row, used, num_slots, TOP_K: tl.constexpr):
+def sources(plan, row, used, num_slots, TOP_K: tl.constexpr):
     """The rows of ``a`` for rows of the plan (0 for padding), and which of them are real."""
     slot = tl.load(plan + HEADER + row, mask=row < used, other=-1)
     real = (slot >= 0) & (slot < num_slots)
@@ -73,10 +73,10 @@ def _pack_kernel(
     """Program (i, j) copies COLS columns of ROWS rows; padding rows of the result stay as is."""
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    used = _rows_in_use(plan, num_rows, num_entries)
+    used = rows_in_use(plan, num_rows, num_entries)
     if tl.program_id(0) * ROWS >= used:
         return
-    source, real = _sources(plan, row, used, num_slots, TOP_K)
+    source, real = sources(plan, row, used, num_slots, TOP_K)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = real[:, None] & (col < K)[None, :]
     first = tl.program_id(1) * COLS
@@ -104,10 +104,10 @@ def _quantize_pack_kernel(
     """
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    used = _rows_in_use(plan, num_rows, num_entries)
+    used = rows_in_use(plan, num_rows, num_entries)
     if tl.program_id(0) * ROWS >= used:
         return
-    source, real = _sources(plan, row, used, num_slots, TOP_K)
+    source, real = sources(plan, row, used, num_slots, TOP_K)
     start = tl.program_id(1) * COLS
     col = start + tl.arange(0, COLS)[None, :]
     values, most = (), tl.zeros((ROWS, COLS), dtype=tl.int32)

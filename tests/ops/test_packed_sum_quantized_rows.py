@@ -1,4 +1,4 @@
-"""The second GEMM of one token with packed weights, fp8 rows and the sum, against float64.
+"""The second GEMM of one token with packed weights, quantized rows and the sum, against float64.
 
 In the interpreter's leg the Gluon kernel runs on the CPU (see `gluon_interpreter`).
 """
@@ -10,7 +10,7 @@ from decoded_gemms import quantized_rows
 from gemm_rows import exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_weights import UNDER_FP8
+from packed_weights import UNDER_FP8, UNDER_GROUPS
 from planning import problem_of_call
 from products import weight_of
 from sum_calls import one_token
@@ -27,7 +27,9 @@ from moe_ops.testing import assert_matches_reference
 
 pytestmark = pytest.mark.kernel
 BF16 = torch.bfloat16
-SERVED = [*UNDER_FP8, "int4_w4a8_g32", "fp8:1x*:pow2|fp4:1x16:e4m3:global_scale"]
+WIDENED = [*UNDER_FP8, "int4_w4a8_g32", "fp8:1x*:pow2|fp4:1x16:e4m3:global_scale"]
+"""Schemes whose rows the operator quantizes, if they are not stored."""
+SERVED = [*WIDENED, *UNDER_GROUPS, "int8:1x*:float32|fp4:1x32:e8m0"]
 
 if INTERPRETED:
     from gluon_interpreter import interpreted
@@ -77,7 +79,7 @@ def check(scheme, k=4, n=128, kk=192, *, bias=True, scaled=True, holes=False, lo
     if weights is not None:
         weights[~used.view(1, k)] = torch.nan
     data, scale, numbers = quantized_rows(h, get_scheme(scheme).activation)
-    rows = (data, scale) if stored else (h, None)
+    rows = (data, scale) if stored or scheme not in WIDENED else (h, None)
     actual = summed(rows, pack_weight(q, scheme), added, weights, tiles, scheme, dtype)
     weight = dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers.nan_to_num(), weight, added, None, ids, 1, expert_map)

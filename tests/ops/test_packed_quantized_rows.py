@@ -1,4 +1,4 @@
-"""Expert GEMMs with packed weights and fp8 rows, against float64 on the numbers they stand for.
+"""Expert GEMMs with packed weights and quantized rows, against float64 on what they stand for.
 
 In the interpreter's leg Hopper's Gluon kernels run on the CPU (see `gluon_interpreter`).
 """
@@ -13,7 +13,7 @@ from decoded_gemms import quantized_rows
 from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_weights import UNDER_FP8
+from packed_weights import UNDER_FP8, UNDER_GROUPS
 from pairwise import half_exhaustive
 from planning import problem_of_call
 from plans import ids_of, partly_full, planned, row_tile
@@ -35,7 +35,9 @@ from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
 BF16 = torch.bfloat16
-SERVED = [*UNDER_FP8, "int4_w4a8_g32", "fp8:1x*:pow2|fp4:1x16:e4m3:global_scale"]
+WIDENED = [*UNDER_FP8, "int4_w4a8_g32", "fp8:1x*:pow2|fp4:1x16:e4m3:global_scale"]
+"""Schemes whose rows the operator quantizes, if they are not stored."""
+SERVED = [*WIDENED, *UNDER_GROUPS, "int8:1x*:float32|fp4:1x32:e8m0"]
 
 if INTERPRETED:
     from gluon_interpreter import interpreted
@@ -77,6 +79,7 @@ def check(problem, scheme, activation="", *, stored=True, tile=None, direct=Fals
     """
     x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
     k, q, dtype = problem.top_k, quantize_weight(w, scheme), x.dtype
+    stored |= scheme not in WIDENED
     local = local_experts(ids, expert_map, len(w))
     used = (local >= 0).view(len(x), k).any(1)
     x[~used] = torch.nan
