@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import H200, given_plan, launch_packed_layer, packed  # noqa: E402
-from packed_weights import PACKABLE, UNDER_FP8  # noqa: E402
+from packed_weights import PACKABLE, UNDER_FP8, UNDER_GROUPS  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 from products import scaled_product, stored_product, stored_sum, weight_of  # noqa: E402
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 EXPERTS = 128
 
 
-def launch_under_fp8(
+def launch_quantized_rows(
     scheme, tile, activation, sizes, dtype=torch.bfloat16, gemms=(1, 2), stored=True
 ):
     """GEMMs of a layer, with biases; rows are quantized before (``stored``) or there."""
@@ -44,7 +44,8 @@ def launch_under_fp8(
             tiles = given_plan(ids, EXPERTS, scheme, dtype)
             both = {1: (w1, hidden, activation), 2: (w2, width, "")}
             for w, k, key in [both[gemm] for gemm in gemms]:
-                rows = (empty(slots, k, dtype=quant.dtype), empty(slots, 1, dtype=torch.float32))
+                scale = empty(*quant.row_scale_shape(slots, k), dtype=quant.scale_dtype)
+                rows = (empty(slots, quant.data_width(k), dtype=quant.dtype), scale)
                 rows = rows if stored else (empty(slots, k, dtype=dtype), None)
                 bias = empty(EXPERTS, w.data.shape[1], dtype=dtype)
                 more = (w.data, w.scale, w.global_scale, bias, tiles, 1, scheme, dtype, key)
@@ -54,7 +55,8 @@ def launch_under_fp8(
 
 
 def check(scheme, tile, activation="silu", sizes=(2048, 768), gemms=(1, 2), **more):
-    make = launch_packed_layer if get_scheme(scheme).activation is None else launch_under_fp8
+    alone = get_scheme(scheme).activation is None
+    make = launch_packed_layer if alone else launch_quantized_rows
     launch = make(scheme, tile, activation, sizes, gemms=gemms, **more)
     facts = H200._replace(row_tile=tile)
     kernels = [k for k in aot.compile_launch(facts, launch) if "decode" in k.metadata.name]
@@ -155,6 +157,22 @@ UNDER = [
 @pytest.mark.parametrize(("scheme", "tile", "gemms"), UNDER)
 def test_under_fp8(scheme, tile, gemms):
     check(scheme, tile, gemms=gemms, stored=tile % 64 != 0)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tile", "gemms"),
+    [
+        ("mxfp8", 64, SECOND),
+        ("nvfp4", 128, FIRST),
+        *(
+            pytest.param(scheme, tile, BOTH, marks=pytest.mark.exhaustive)
+            for scheme in UNDER_GROUPS
+            for tile in (16, 32, 64, 128)
+        ),
+    ],
+)
+def test_under_scales_along_k(scheme, tile, gemms):
+    check(scheme, tile, gemms=gemms)
 
 
 @pytest.mark.exhaustive
