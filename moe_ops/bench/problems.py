@@ -230,7 +230,8 @@ class Experts:
             else weight
             for number, weight in enumerate(self.stored, start=1)
         )
-        config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2)
+        scales = _input_scales(self.scheme, w1.data.device)
+        config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2, **scales)
         return replace(self, w1=w1.data, w2=w2.data, stored=(w1, w2), quant_config=config)
 
     def _as_fp8(self, held: schemes.Scheme) -> Experts:

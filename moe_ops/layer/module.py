@@ -55,7 +55,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
     ``*_input_scale``. Biases are ``w13_bias`` and ``w2_bias``. With ``shared_expert_gate`` there is
     ``shared_expert_gate_weight (1, H)``, which no scheme quantizes; it begins with zeros.
 
-    Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
+    Weights that kernels dequantize may be in the packed form: see `pack_`.
 
     The parameters of an unquantized layer require grad, and `reset_parameters` initializes them as
     `torch.nn.Linear` does. A quantized layer's are constants, which hold zeros until

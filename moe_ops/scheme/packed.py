@@ -105,8 +105,8 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     Raises:
         TypeError, ValueError: data or scales of another dtype or shape; N or K that is not a
             multiple of 64.
-        NotImplementedError: a scheme whose weight scales are shared by several rows, or that
-            quantizes activations in another way than `dequantizes_rows` says.
+        NotImplementedError: a scheme whose weight scales are shared by several rows, or whose
+            weights or activations kernels do not dequantize (see `dequantizes_rows`).
     """
     quant = _checked(q, scheme, fragments=False)
     experts, n, width = q.data.shape

@@ -14,7 +14,7 @@ from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.pipeline import forms
 
 E, K, H, I, T = 4, 2, 128, 64, 5  # noqa: E741
-SCHEMES = ["int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16", "fp8_w8a16", "int4_w4a8_g128"]
+SCHEMES = ["int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16", "mxfp8", "int4_w4a8_g128"]
 WIDTHS = [(s, width) for s in SCHEMES for width in (I, 96) if (s, width) != ("nvfp4_w4a16", 96)]
 """Schemes and I; nvfp4's gate and up rows, which alternate with 96, must share a global scale."""
 
@@ -103,8 +103,18 @@ def test_one_of_two():
 @pytest.mark.parametrize(
     ("scheme", "hidden", "error", "message"),
     [
-        ("fp8_channel", 64, NotImplementedError, "weights only .*if w13_weight is packed"),
-        (None, 64, NotImplementedError, "weights only .*if w13_weight is packed.*unquantized"),
+        (
+            "fp8_channel",
+            64,
+            NotImplementedError,
+            "dequantize weights.*if w13_weight is packed",
+        ),
+        (
+            None,
+            64,
+            NotImplementedError,
+            "dequantize weights.*if w13_weight is .*unquantized",
+        ),
         ("int8_w8a16", 96, ValueError, "N and K must be multiples of 64 .* N = 128 and K = 96"),
     ],
 )

@@ -131,6 +131,28 @@ def test_every_scheme_with_gates(scheme, tile):
     check(problem, scheme, kind, stored=stored, tile=tile)
 
 
+@pytest.mark.parametrize("tile", [16, 128])
+@pytest.mark.parametrize("scheme", ["nvfp4", "int4_w4a8_g128"])
+def test_rows_grouped_by_expert(scheme, tile):
+    """Only rows below an expert's count are read."""
+    counts, most, n, k = (tile + 1, 0, 3), tile + 5, 128, 192
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(len(counts) * most, k, generator=g).bfloat16()
+    q = quantize_weight((torch.randn(len(counts), n, k, generator=g) / k**0.5).bfloat16(), scheme)
+    data, scale, numbers = quantized_rows(x, get_scheme(scheme).activation)
+    used = (torch.arange(most) < torch.tensor(counts)[:, None]).flatten()
+    ids = torch.arange(len(counts)).repeat_interleave(most)[:, None]
+    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, None, ids, 1)
+    with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
+        counted = torch.tensor(counts, dtype=torch.int32)
+        tiles = Tiles(ops.plan_batched(counted.to("cuda" if HAS_CUDA else "cpu"), most, scheme))
+        tiles = Tiles(*plans.on(tiles, "cpu"))
+        actual = matmul((data, scale), pack_weight(q, scheme), None, tiles, 1, scheme)
+        head = (data, scale, q.data, q.scale, q.global_scale, None, [*tiles])
+        expected = scaled_product(reference, *head, 1, scheme, BF16)
+    assert_matches_reference(actual[used], exact.rounded(BF16)[used], expected[used])
+
+
 @pytest.mark.parametrize("tile", ROW_TILES)
 def test_tiles_that_are_partly_full(tile):
     """Halves or quarters of a tile are left out where all of their rows are padding."""

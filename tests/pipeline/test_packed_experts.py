@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from modular import build_experts, build_prepare
-from packed_weights import MORE, PACKABLE, UNDER_FP8
+from packed_weights import MORE, PACKABLE, UNDER_FP8, UNDER_GROUPS
 from planning import problem_of_call
 from plans import planned
 from products import scaled_product, stored_product, weight_of
@@ -18,7 +18,7 @@ from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.gemms import quantized
 from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.scheme import get_scheme
+from moe_ops.scheme import as_scheme, get_scheme
 from moe_ops.tensors import ExpertWeight, Tiles
 from moe_ops.testing import Problem, make_inputs
 
@@ -37,10 +37,16 @@ def layer_of(problem, scheme):
     return inputs, (plain, packed)
 
 
+def config_of(scheme, w1, w2, **biases):
+    """The quantization config of both weights."""
+    rows, given = as_scheme(scheme).activation, {}
+    if rows is not None and rows.global_scale:
+        given = {"a1_gscale": torch.tensor([0.003]), "a2_gscale": torch.tensor([0.002])}
+    return FusedMoEQuantConfig.from_weights(scheme, w1, w2, **given, **biases)
+
+
 def run(inputs, weights, scheme, problem, function=moe_ops.fused_experts, **options):
-    config = FusedMoEQuantConfig.from_weights(
-        scheme, *weights, w1_bias=inputs.w1_bias, w2_bias=inputs.w2_bias
-    )
+    config = config_of(scheme, *weights, w1_bias=inputs.w1_bias, w2_bias=inputs.w2_bias)
     w1, w2 = (q.data for q in weights)
     routed = (inputs.topk_weights, inputs.topk_ids)
     return function(
@@ -49,7 +55,7 @@ def run(inputs, weights, scheme, problem, function=moe_ops.fused_experts, **opti
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", [*PACKABLE, *UNDER_FP8, *MORE])
+@pytest.mark.parametrize("scheme", [*PACKABLE, *UNDER_FP8, *UNDER_GROUPS, *MORE])
 def test_every_scheme(scheme):
     problem = Problem(9, 4, 2, 128, 192, torch.bfloat16, has_bias=True, scheme=scheme)
     inputs, forms = layer_of(problem, scheme)
@@ -109,15 +115,13 @@ def test_gates_of_the_caller():
         (moe_ops.pipeline.MonolithicExperts, moe_ops.pipeline.MoEPrepareAndFinalizeNoEPMonolithic),
     ],
 )
-@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16_g32_zp", "int4_w4a8_g128"])
+@pytest.mark.parametrize("scheme", ["int8_w8a16_g32_zp", "int4_w4a8_g128", "nvfp4"])
 def test_modular_kernels(experts, prepare, scheme):
     problem = Problem(6, 4, 2, 128, 64, torch.bfloat16, has_bias=True, scheme=scheme)
     inputs, forms = layer_of(problem, scheme)
     results = []
     for w1, w2 in forms:
-        config = FusedMoEQuantConfig.from_weights(
-            scheme, w1, w2, w1_bias=inputs.w1_bias, w2_bias=inputs.w2_bias
-        )
+        config = config_of(scheme, w1, w2, w1_bias=inputs.w1_bias, w2_bias=inputs.w2_bias)
         part = build_experts(experts, problem, config)
         kernel = moe_ops.FusedMoEKernel(build_prepare(prepare, problem), part)
         if experts is moe_ops.pipeline.MonolithicExperts:
@@ -132,7 +136,7 @@ def test_modular_kernels(experts, prepare, scheme):
     assert torch.equal(*results) and results[0].any()
 
 
-@pytest.mark.parametrize("name", ["mxfp4_w4a16", "mxfp4_w4a8_token"])
+@pytest.mark.parametrize("name", ["mxfp4_w4a16", "mxfp4_w4a8_token", "mxfp4_mxfp8"])
 def test_compiled_without_a_break(name):
     scheme = get_scheme(name)
     problem = Problem(6, 4, 2, 64, 128, torch.bfloat16, scheme=scheme.key)
@@ -211,6 +215,13 @@ def test_operators_that_quantize_rows(scheme):
         torch.library.opcheck(ops.expert_product_sum, call)
 
 
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4_mxfp8"])
+def test_rows_with_scales_along_k_are_stored(scheme):
+    x, *w, _, _, tiles, top_k, _ = operator_call(scheme)
+    with pytest.raises(ValueError, match="a must be rows as scheme .* stores them, .* got None"):
+        scaled_product(ops, x, None, w[0], w[1], w[3], None, tiles, top_k, scheme, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("which", "change", "error", "message"),
     [
@@ -262,10 +273,10 @@ def test_layer_checks():
     strided = packed[1]._replace(data=packed[1].data.mT.contiguous().mT)
     with pytest.raises(ValueError, match="w2 must be contiguous in the packed form"):
         run(inputs, (packed[0], strided), scheme, problem)
-    quantized = "mxfp4"
+    quantized = "fp4:1x*:float32|fp4:1x32:e8m0"
     other = [quantize_weight(w, quantized) for w in (inputs.w1, inputs.w2)]
     other[0] = other[0]._replace(data=packed[0].data)
-    with pytest.raises(NotImplementedError, match="weights only .*if w1 is packed .*mxfp4"):
+    with pytest.raises(NotImplementedError, match="dequantize weights.*if w1 is packed .*fp4:"):
         run(inputs, other, quantized, problem)
 
 

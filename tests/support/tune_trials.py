@@ -8,9 +8,9 @@ from moe_ops.tuning.search import Subject
 
 H200 = TARGETS["sm_90"].facts
 A100 = TARGETS["sm_80"].facts
-PACKED_SCHEMES = ("int8_w8a16", "mxfp4_w4a16")
+PACKED_SCHEMES = ("int8_w8a16", "mxfp4_w4a16", "mxfp4")
 """Schemes whose weights layers on an H200 pack."""
-PLAIN_SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "mxfp4")
+PLAIN_SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "fp8_w8a16_block128")
 SCHEMES = (*PLAIN_SCHEMES, *PACKED_SCHEMES)
 
 

@@ -344,7 +344,7 @@ def _weight_only_launch(kind: type[StoredGemm], variant: Variant, tiles: TileCon
 
 
 def format_of_rows(quant: Quant, *, words: bool) -> Format:
-    """The `Format` of quantized rows; ``words``: of two neighbours along K, see `stored_entries`."""
+    """The `Format` of quantized rows; ``words``: of two neighbours, see `stored_entries`."""
     cols = quant.group.cols if quant.local else None
     return Format(
         step=1,

@@ -25,7 +25,7 @@ from moe_ops.dispatch.hopper_decode import (
 )
 from moe_ops.dispatch.portable import EVERY_COLUMN
 from moe_ops.dispatch.problem import GemmProblem
-from moe_ops.dispatch.tiles import cdiv, max_row_tiles
+from moe_ops.dispatch.tiles import PLAN_HEADER, cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
@@ -266,7 +266,7 @@ class DecodeGemm:
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], told[4], c.BLOCK_M) * c.NUM_N
             programs = min(c.CTAS * processors, most)
-            rows, row_scale = rows_in_16_bits(operands, quant)
+            rows, row_scale = rows_in_16_bits(operands, quant, self.problem.top_k)
             c.few(
                 (programs,), rows, rows.stride(0), *boxes, *added, row_scale, out, *factors, *told
             )
@@ -301,7 +301,9 @@ class DecodeGemm:
         return quantize_rows(a, None, quant, **order, form=form)
 
 
-def rows_in_16_bits(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:
+def rows_in_16_bits(
+    operands: GemmOperands, quant: Quant | None, top_k: int = 1
+) -> tuple[Tensor, Tensor | None]:
     """Rows in 16 bits, and the scales of their sums: quantized rows become bf16, which is exact.
 
     A copy, not a conversion where rows are loaded: each tile loads them, and the kernel that
@@ -309,11 +311,21 @@ def rows_in_16_bits(operands: GemmOperands, quant: Quant | None) -> tuple[Tensor
     """
     if quant is None:
         return operands.a, None
+    plan, topk_ids, expert_map = operands.tiles
     if quant.local:
-        return plain_rows(operands.a, operands.a_scale, quant), None
+        grouped = topk_ids is None  # by expert: most rows may be padding
+        return plain_rows(
+            operands.a,
+            operands.a_scale,
+            quant,
+            plan if grouped else None,
+            num_slots=operands.a.shape[0] * top_k,
+            num_rows=plan.shape[0] - PLAN_HEADER if grouped else None,
+            top_k=top_k,
+            gathered=False,
+        ), None
     if operands.a.dtype == quant.dtype:
         return operands.a.to(torch.bfloat16), dense(operands.a_scale)
-    _, topk_ids, expert_map = operands.tiles
     return wide_rows(operands.a, topk_ids, expert_map, operands.num_experts, quant)
 
 
