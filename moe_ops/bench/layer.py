@@ -11,7 +11,6 @@ from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -79,6 +78,11 @@ def plain_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = Fal
     )
 
 
+def invariant_layer(experts: Experts, inputs: Inputs) -> Call:
+    """This library in batch-invariant mode, with weights as a layer keeps them."""
+    return plain_layer(experts.loaded_invariant, inputs, batch_invariant=True)
+
+
 INVARIANT = "moe_ops-invariant"
 """This library in batch-invariant mode; timed only if ``--impls`` names it."""
 PLAIN = "moe_ops-plain"
@@ -86,7 +90,7 @@ PLAIN = "moe_ops-plain"
 IMPLS: ChainMap[str, Callable[[Experts, Inputs], Call]] = ChainMap(
     {
         "moe_ops": moe_ops_layer,
-        INVARIANT: partial(plain_layer, batch_invariant=True),
+        INVARIANT: invariant_layer,
         PLAIN: plain_layer,
     },
     PEERS,  # type: ignore[arg-type]
@@ -139,6 +143,8 @@ def time_case(case: Case, impl: str) -> Row:
     timing = measure(IMPLS[impl](experts, inputs), device)
     if IMPLS[impl] is moe_ops_layer:
         experts = experts.loaded
+    elif IMPLS[impl] is invariant_layer:
+        experts = experts.loaded_invariant
     error = relative_error(timing.output[chosen], reference_rows(experts, inputs, chosen))
     limit = MAX_REL_ERR["bf16" if experts.scheme.activation is None else "fp8"]
     if not (error < limit and timing.output.isfinite().all()):

@@ -207,6 +207,14 @@ class Experts:
 
         See `reads_packed` and `gains_by_fp8`; as fp8 they have another scheme.
         """
+        return self._held(batch_invariant=False)
+
+    @cached_property
+    def loaded_invariant(self) -> Experts:
+        """These weights in the form in which a layer in batch-invariant mode keeps them."""
+        return self._held(batch_invariant=True)
+
+    def _held(self, *, batch_invariant: bool) -> Experts:
         if self.stored is None:
             return self
         held = schemes.exact_fp8_scheme(self.scheme)
@@ -215,7 +223,13 @@ class Experts:
             if all(bool(x.all()) for x in exact):
                 return self._as_fp8(held)
         reads = [
-            reads_packed(w.data, self.scheme, torch.bfloat16, activation=activation)
+            reads_packed(
+                w.data,
+                self.scheme,
+                torch.bfloat16,
+                batch_invariant=batch_invariant,
+                activation=activation,
+            )
             for w, activation in zip(self.stored, (self.activation, ""), strict=True)
         ]
         return self.in_fragments([which for which, read in enumerate(reads, start=1) if read])

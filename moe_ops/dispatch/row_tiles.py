@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.device import row_tile_facts
-from moe_ops.dispatch.hopper import operand_bytes
-from moe_ops.dispatch.tiles import TALL_ROW_TILE, TileRule, one_row_tile
-from moe_ops.scheme import get_scheme
+from moe_ops.dispatch.hopper import operand_bytes, sums_integers
+from moe_ops.dispatch.tiles import ROW_TILES, TALL_ROW_TILE, TileRule, one_row_tile
+from moe_ops.scheme import Scheme, get_scheme
 from moe_ops.tensors import AnyTiles
 
 PORTABLE = TileRule(((16, 16), (32, 32), (64, 64), (math.inf, 128)))
@@ -51,12 +51,15 @@ HOPPER_DEQUANTIZED = {
 Up to 53 rows per expert tiles of 64 are faster than tiles of 128, which are half padding, although
 some experts need two. Narrow layers would gain up to 65 rows; wide ones lose above 50 to 54. With
 4-bit weights tiles of 32 are faster than tiles of 64 up to 27 rows per expert, likewise."""
-INVARIANT = TileRule(((math.inf, 64),), batch_invariant=True)
+WIDE_TILE = 64
+"""The smallest row tile with which Hopper's and Blackwell's wide matrix instructions work."""
+INVARIANT = TileRule(((math.inf, WIDE_TILE),), batch_invariant=True)
 """Row tile of batch-invariant mode: one tile at any load, and so one order of sums along K.
 
-It is the smallest tile with which Hopper's and Blackwell's wide matrix instructions work, which
-many tokens need. For few tokens, whose time goes into reading weights, its padding only adds
-products."""
+Wide matrix instructions are what many tokens need. For few tokens, whose time goes into reading
+weights, padding only adds products. Hopper has several tiles: see `_least_tile`."""
+STEP_COLS = 128
+"""Columns of a step along K of the kernels with small tiles."""
 
 BY_EXPERT = 0
 """Used as the architecture for rows grouped by expert, and without a GPU.
@@ -126,16 +129,42 @@ def row_tile_rule(
 
     ``arch`` is `BY_EXPERT` for rows grouped by expert.
     """
-    if batch_invariant:
-        return INVARIANT
-    if row_tile is not None:
+    if row_tile is not None and not batch_invariant:
         return one_row_tile(row_tile)
     formats = get_scheme(scheme)
     size = operand_bytes(formats)
     if arch == 90 and size is not None and (size == 1 or itemsize == 2):
-        return HOPPER[size]
-    if formats.activation is not None and not formats.dequantizes_both:
-        return EIGHT_BIT
-    if arch != 90 or formats.weight is None:
-        return PORTABLE
-    return HOPPER_DEQUANTIZED.get(formats.weight.element.stored_bits, PORTABLE)
+        rule = HOPPER[size]
+    elif formats.activation is not None and not formats.dequantizes_both:
+        rule = EIGHT_BIT
+    elif arch != 90 or formats.weight is None:
+        rule = PORTABLE
+    else:
+        rule = HOPPER_DEQUANTIZED[formats.weight.element.stored_bits]
+    if not batch_invariant:
+        return rule
+    float32 = formats.activation is None and itemsize == 4
+    if float32 or rule in (PORTABLE, EIGHT_BIT):
+        return INVARIANT
+    return _invariant(rule, _least_tile(formats))
+
+
+def _least_tile(scheme: Scheme) -> int:
+    """The smallest row tile of batch-invariant mode on Hopper.
+
+    Products of bf16 and fp16 have the same bits at any tile: both kinds of matrix instructions add
+    16 numbers along K after 16 others. For fp8 they add in different ways. Groups of `STEP_COLS`
+    and more have scales that multiply sums in small tiles, and weights in others.
+    """
+    rows, weight = scheme.activation, scheme.weight
+    if weight is None or sums_integers(scheme):
+        return ROW_TILES[0]
+    multiplied = rows is not None and not scheme.dequantizes_both
+    return WIDE_TILE if multiplied or (weight.shared_cols or 0) >= STEP_COLS else ROW_TILES[0]
+
+
+@lru_cache(maxsize=16)
+def _invariant(rule: TileRule, least: int) -> TileRule:
+    """A rule of Hopper in batch-invariant mode: its tiles of ``least`` rows and more."""
+    steps = tuple(step for step in rule.steps if step[1] >= least)
+    return TileRule(steps, batch_invariant=True)

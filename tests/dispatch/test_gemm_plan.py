@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import problem_of_call, problem_of_layer
 from project.house_numbers import ROOT, asks_a_scheme, conditions
+from table_items import every_row
 
 import moe_ops
 from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
@@ -133,16 +134,41 @@ def test_few_columns_are_not_packed():
 
 
 def test_what_keeps_hoppers_kernels_out():
-    """Tensors that boxes cannot be made of, scales of each expert, batch-invariant mode."""
+    """Tensors that boxes cannot be made of, and scales of each expert."""
     problem, _ = problems("fp8_tensor_static", 4096)
     assert plan_gemm(problem, HOPPER).kernel == PACKED
     for changes in ({"boxes": False}, {"expert_scales": True}):
         assert plan_gemm(problem._replace(**changes), HOPPER).kernel == SCALED
     assert plan_gemm(problem, HOPPER._replace(portable_only=True)).kernel == SCALED
-    assert kernels("fp8_channel", 4096, batch_invariant=True) == [SCALED] * 2
     # One row tile at every load by itself keeps nothing out.
     one = problem._replace(sizes=problem.sizes._replace(rule=one_row_tile(64)))
     assert plan_gemm(one, HOPPER).kernel == PACKED
+
+
+@every_row(
+    ("scheme", "tokens", "expected"),
+    [
+        ("unquantized", 1, DENSE),
+        ("fp8_channel", 1, SCALED),
+        ("int8_channel", 1, STREAM),
+        ("nvfp4", 1, DECODE_FEW),
+        ("int4_w4a16_g128", 1, DECODE_FEW),
+        ("nvfp4", 4096, DECODE_MANY),
+    ],
+)
+def test_batch_invariant_kernels(scheme, tokens, expected):
+    """Kernels of one token or slot divide sums along K; all others add in the same order."""
+    packed = moe_ops.packs(scheme, 64, 64) if scheme != "unquantized" else False
+    assert kernels(scheme, tokens, batch_invariant=True, packed=packed) == [expected] * 2
+    if not packed:
+        assert kernels(scheme, 4096, batch_invariant=True) == kernels(scheme, 4096)
+
+
+def test_products_in_fp8_are_not_batch_invariant():
+    """Few rows of this scheme are multiplied in bf16."""
+    with pytest.raises(NotImplementedError, match="plain form .* for this batch-invariant GEMM"):
+        kernels("int4_w4a8_g128", 4096, batch_invariant=True, packed=True)
+    assert kernels("int4_w4a8_g128", 4096, batch_invariant=True) == [DEQUANTIZE] * 2
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,37 @@ def test_every_load_has_a_row_tile():
 
 
 @every_row(
+    ("scheme", "itemsize", "least", "rule"),
+    [
+        (SIXTEEN_BITS, 2, 16, HOPPER[2]),
+        ("int8_channel", 2, 16, HOPPER[1]),
+        (EIGHT_BITS, 2, 64, HOPPER[1]),
+        ("fp8_block128", 4, 64, HOPPER[1]),
+        (STORED, 2, 16, HOPPER_DEQUANTIZED[4]),
+        ("nvfp4", 4, 16, HOPPER_DEQUANTIZED[4]),
+        ("int4_w4a16_channel", 2, 16, HOPPER_DEQUANTIZED[4]),
+        ("int4_w4a16_g128", 2, 64, HOPPER_DEQUANTIZED[4]),
+        ("int8_w8a16_g64_zp", 2, 16, HOPPER_DEQUANTIZED[8]),
+        ("fp8_w8a16_block128", 2, 64, HOPPER_DEQUANTIZED[8]),
+    ],
+)
+def test_batch_invariant_rules_on_hopper(scheme, itemsize, least, rule):
+    """The tiles of other modes, but for those that add in another way."""
+    invariant = row_tile_rule(scheme, itemsize, 90, None, True)
+    assert invariant.batch_invariant and invariant.smallest == least
+    for slots in range(0, 3000, 7):
+        assert row_tile(invariant, slots, 8) == max(least, row_tile(rule, slots, 8)), slots
+    assert row_tile_rule(scheme, itemsize, 90, 32, True) is invariant
+    assert row_tile_rule(scheme, itemsize, 100, None, True) is INVARIANT
+
+
+@every_row("scheme", [SIXTEEN_BITS, STORED, "int8_block128"])
+def test_one_batch_invariant_tile_elsewhere(scheme):
+    itemsize = 2 if scheme == "int8_block128" else 4  # in float32 scales multiply in other places
+    assert row_tile_rule(scheme, itemsize, 90, None, True) is INVARIANT
+
+
+@every_row(
     ("scheme", "itemsize", "arch", "expected"),
     [
         (SIXTEEN_BITS, 2, 90, HOPPER[2]),
@@ -107,8 +138,9 @@ def test_every_load_has_a_row_tile():
 def test_rules_by_scheme_and_gpu(scheme, itemsize, arch, expected):
     assert row_tile_rule(scheme, itemsize, arch, None, False) is expected
     assert row_tile_rule(scheme, itemsize, arch, 32, False) is one_row_tile(32)
-    for tile in (None, 32):
-        assert row_tile_rule(scheme, itemsize, arch, tile, True) is INVARIANT
+    if arch != 90:
+        for tile in (None, 32):
+            assert row_tile_rule(scheme, itemsize, arch, tile, True) is INVARIANT
 
 
 @every_row("scheme", moe_ops.SCHEMES)

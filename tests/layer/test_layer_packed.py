@@ -311,6 +311,7 @@ def test_loading_packs_for_the_gpu():
     assert layer.w13_weight.data_ptr() == plain.data_ptr()  # packed in the plain weight's memory
     assert torch.equal(layer.w13_weight, wanted.data)
     assert loaded("mxfp4_w4a16", 96, **BF16).state.fragments == ("w13",)
+    assert loaded("mxfp8", batch_invariant=True, **BF16).state.fragments == ("w13", "w2")
     assert not loaded("mxfp4_w4a16", 96, activation="silu", **BF16).state.fragments
     for dtype in (torch.bfloat16, torch.float16):  # rows are bf16 in the kernel in any case
         assert loaded("int4_w4a8_g128", params_dtype=dtype).state.fragments == ("w13", "w2")
@@ -319,7 +320,7 @@ def test_loading_packs_for_the_gpu():
 
 @pytest.mark.usefixtures("on_gpu")
 def test_loading_leaves_plain_what_no_kernel_reads():
-    assert not loaded("mxfp4_w4a16", batch_invariant=True, **BF16).state.fragments
+    assert not loaded("int4_w4a8_g128", batch_invariant=True, **BF16).state.fragments
     assert not loaded("fp8_channel", **BF16).state.fragments
     assert not loaded("mxfp4_w4a16").state.fragments  # rows in float32
     assert not loaded(

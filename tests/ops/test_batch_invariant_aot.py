@@ -23,6 +23,8 @@ from moe_ops.support import ARCHITECTURES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, N, K = 4, 256, 512
+ONE_TILE = [arch for arch in ARCHITECTURES if arch != 90]
+"""Architectures with one row tile at every load: see `moe_ops.dispatch.row_tiles.INVARIANT`."""
 MODULES = (expert_product, routing)
 
 
@@ -63,7 +65,7 @@ def launch_product(empty, name, slots, direct=False):
     return scaled_product(expert_product, *how, None, tiles, 1, name, torch.bfloat16, "silu", True)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ONE_TILE)
 @pytest.mark.parametrize(
     "scheme",
     ["unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int4_w4a16_g32", "mxfp4"],
@@ -89,7 +91,7 @@ def arithmetic(kernel):
     return layouts, [re.sub(r"%[\w#:]+|loc\(.*\)", "", line) for line in operations]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ONE_TILE)
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "int8_channel", "mxfp4"])
 def test_without_a_plan_the_arithmetic_is_the_same(scheme, arch):
     """Few slots have a binary of their own: it finds a tile otherwise, and then does the same."""

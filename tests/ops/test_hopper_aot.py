@@ -18,12 +18,11 @@ from pairwise import half_exhaustive  # noqa: E402
 from products import plain_product  # noqa: E402
 from table_items import every_row  # noqa: E402
 
-from moe_ops.dispatch import GemmProblem, hopper  # noqa: E402
+from moe_ops.dispatch import hopper  # noqa: E402
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.families.many_rows import GATHERED  # noqa: E402
 from moe_ops.dispatch.hopper import FETCH, FETCHED_ROWS, PACKED, HopperTiles, most_stages
-from moe_ops.dispatch.row_tiles import HOPPER, INVARIANT
-from moe_ops.dispatch.tiles import Gemm, row_tile
+from moe_ops.dispatch.row_tiles import HOPPER
+from moe_ops.dispatch.tiles import row_tile
 from moe_ops.kernels import expert_product
 from moe_ops.kernels._hopper import gathered as hopper_tile
 from moe_ops.kernels._hopper import gemm as hopper_gemm
@@ -347,12 +346,3 @@ def test_only_on_hopper(arch):
     )
     found = aot.launched_names(arch, launch)
     assert found and not any("hopper" in name for name in found)
-
-
-def test_batch_invariant_plans_are_the_other_kernels():
-    """The same sums at every load."""
-    gemm = Gemm(32768, 64, 768, 2048, 2, 2, INVARIANT)
-    problem = GemmProblem(gemm, "fp8_channel", "silu")
-    assert GATHERED.why_not(problem, H200) == "the GEMM must not be batch-invariant"
-    follows = problem._replace(sizes=gemm._replace(rule=HOPPER[1]))
-    assert GATHERED.why_not(follows, H200) is None

@@ -25,6 +25,8 @@ from moe_ops.testing import Problem, make_inputs, quantize_inputs
 BY_ALL = tuple(n for n, s in moe_ops.SCHEMES.items() if depends_on_batch(s.activation))
 SCHEMES = tuple(n for n in moe_ops.SCHEMES if n not in BY_ALL)
 CLASSES = tuple(e for e in EXPERTS if e.SUPPORTS.batch_invariant)
+PACKED = [n for n in SCHEMES if moe_ops.packs(n, 64, 64) and n != "nvfp4"]
+"""Schemes with packed weights whose activations need no scale that is given."""
 EACH_PRODUCT = ("unquantized", "fp8_block128", "int8_channel", "int4_w4a16_g32", "mxfp4")
 """Schemes with every operator of products, and with rows that are not quantized."""
 BATCHED = moe_ops.pipeline.FusedMoEActivationFormat.BatchedExperts
@@ -117,6 +119,24 @@ def test_loads_that_differ_a_lot(experts, scheme):
     whole = layer(slice(None))
     for tokens in (8, 64, 500):
         assert torch.equal(layer(slice(tokens, 2 * tokens)), whole[tokens : 2 * tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", PACKED)
+def test_packed_weights_at_such_loads(scheme):
+    """On Hopper layers pack these; one token alone has a tile of its own for each slot."""
+    layer = moe_ops.FusedMoE(
+        16, 4, 1024, 768, params_dtype=torch.bfloat16, device="cuda", batch_invariant=True
+    )
+    moe_ops.quantize_(layer, scheme, progress=False)
+    packed = torch.cuda.get_device_capability() == (9, 0) and scheme != "int4_w4a8_g128"
+    assert layer.state.fragments == (("w13", "w2") if packed else ())
+    x = torch.randn(1500, 1024, device="cuda", dtype=torch.bfloat16)
+    logits = logits_of(1500, 16, "cuda")
+    with torch.no_grad():
+        whole = layer(x, logits)
+        for first, last in ((0, 1), (700, 702), (8, 16), (64, 128), (300, 700), (1, 1500)):
+            assert torch.equal(layer(x[first:last], logits[first:last]), whole[first:last])
 
 
 def logits_of(tokens, experts, device):

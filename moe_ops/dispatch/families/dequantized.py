@@ -11,6 +11,7 @@ import torch
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.base import (
     DIRECT,
+    FOLLOWS_LOAD,
     NO_SUM,
     ONE_TOKEN,
     PLANNED,
@@ -32,6 +33,7 @@ from moe_ops.dispatch.hopper_decode import (
     MANY_ROW_TILES,
     MANY_WEIGHT_ROWS,
     ONE_CTA,
+    decodes_to_fp8,
     dequantizes,
     few_tiles,
     many_tiles,
@@ -57,7 +59,8 @@ FRAGMENTS = Condition(
 )
 CONDITIONS = (
     Condition(REFUSED, lambda _, device: device.arch == 90 and not device.portable_only),
-    Condition(REFUSED, lambda problem, _: not problem.sizes.rule.batch_invariant),
+    Condition(REFUSED, lambda problem, _: not problem.sizes.rule.batch_invariant
+              or not decodes_to_fp8(DECODE_MANY, get_scheme(problem.scheme))),
     Condition("{problem.unread} (unpack_weight gives the plain form)",
          lambda problem, _: not problem.unread),
     Condition(REFUSED, lambda problem, _: problem.boxes),
@@ -94,7 +97,7 @@ def _in_jobs(
         lambda problem, device: tiles(problem, device) is not None,
     )
     launcher, kind = "_hopper.dequantized_jobs_gemm:DecodeJobs", (FRAGMENTS, product)
-    conditions = (*CONDITIONS, *more, room)
+    conditions = (*CONDITIONS, FOLLOWS_LOAD, *more, room)
     return Family(kernel, launcher, kind, conditions, tiles, buffers=_widened, sums=sums, **READS)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.base import (
     BOXES,
-    FOLLOWS_LOAD,
     NO_SUM,
     PLAIN,
     PLANNED,
@@ -162,7 +161,7 @@ WHOLE_BOXES = Condition(
 )
 KIND = (OPERANDS, PLAIN, NO_SUM)
 COMMON = (
-    served_by(90), FOLLOWS_LOAD,
+    served_by(90),
     Condition("128 weight rows (64 with a gate) must share scales", _one_scale),
     Condition("sums of int8 products must fit in int32, got K {problem.sizes.k}",
               lambda p, _: p.sizes.k <= LONGEST_INT8 or not sums_integers(get_scheme(p.scheme))),
