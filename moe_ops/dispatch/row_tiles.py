@@ -58,8 +58,6 @@ INVARIANT = TileRule(((math.inf, WIDE_TILE),), batch_invariant=True)
 
 Wide matrix instructions are what many tokens need. For few tokens, whose time goes into reading
 weights, padding only adds products. Hopper has several tiles: see `_least_tile`."""
-STEP_COLS = 128
-"""Columns of a step along K of the kernels with small tiles."""
 
 BY_EXPERT = 0
 """Used as the architecture for rows grouped by expert, and without a GPU.
@@ -152,15 +150,13 @@ def row_tile_rule(
 def _least_tile(scheme: Scheme) -> int:
     """The smallest row tile of batch-invariant mode on Hopper.
 
-    Products of bf16 and fp16 have the same bits at any tile: both kinds of matrix instructions add
-    16 numbers along K after 16 others. For fp8 they add in different ways. Groups of `STEP_COLS`
-    and more have scales that multiply sums in small tiles, and weights in others.
+    Sums of integers are exact. Unquantized numbers have the same bits at any tile: both kinds of
+    matrix instructions add 16 of them along K after 16 others. Others differ in tiles of fewer than
+    64 rows: for fp8 these instructions add in another way, weights that the portable kernel
+    dequantizes in registers lie in another order along K, and scales may multiply sums.
     """
-    rows, weight = scheme.activation, scheme.weight
-    if weight is None or sums_integers(scheme):
-        return ROW_TILES[0]
-    multiplied = rows is not None and not scheme.dequantizes_both
-    return WIDE_TILE if multiplied or (weight.shared_cols or 0) >= STEP_COLS else ROW_TILES[0]
+    exact = scheme.weight is None or sums_integers(scheme)
+    return ROW_TILES[0] if exact else WIDE_TILE
 
 
 @lru_cache(maxsize=16)
