@@ -408,7 +408,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             num_tokens: the token counts to expect, or one number for every count up to it.
             router_logits_dtype: dtype of the logits; None means the dtype of the tokens.
         """
-        host, dtype, exchange = self.host_experts, self.sizes.dtype, self.state.exchange
+        host, dtype, exchange = self.host_experts, self.state.in_dtype, self.state.exchange
         w1, w2 = (self.w13_weight, self.w2_weight) if host is None else (host.w1, host.w2)
         if self.exchanges_tokens:
             compare_ranks(self)

@@ -156,7 +156,7 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
     names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
     facts = {name: str(getattr(layer, size)) for name, size in zip(names, sizes, strict=True)}
     facts |= layer.option_facts
-    facts["params_dtype"] = str(layer.sizes.dtype)
+    facts["params_dtype"] = str(layer.state.in_dtype)
     if layer.exchanges_tokens and layer.state.exchange is not None:
         facts["the exchange of layer.kernel"] = type(layer.state.exchange).__name__
     if layer.enable_eplb:
