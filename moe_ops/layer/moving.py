@@ -142,11 +142,7 @@ class KeepsBits(ExpertLayer):
                 return kept_there[id(x)]
             if id(x) not in kept:
                 return fn(x)
-            stored = x.data.contiguous()
-            octets = fn(stored.view(torch.uint8))  # `.to(dtype)` leaves integers alone
-            if octets.dtype != torch.uint8:  # `.type(dtype)` does not
-                octets = stored.view(torch.uint8).to(octets.device)
-            return octets.view(stored.dtype)
+            return _stored(x.data.contiguous(), fn)
 
         expert_map = self._buffers.get("expert_map")
         super()._apply(moved, recurse=False)
@@ -187,6 +183,14 @@ class KeepsBits(ExpertLayer):
         super().__setstate__({**state, "_parameters": parameters})
         self.take(self.stage())
         self.renew_slots()
+
+
+def _stored(x: Tensor, fn: Any) -> Tensor:
+    """Return what ``fn`` makes of a tensor whose bits stay: ``fn`` gets its bytes."""
+    moved = fn(x.view(torch.uint8))  # `.to(dtype)` leaves integers alone
+    if moved.dtype != torch.uint8:  # `.type(dtype)` does not
+        moved = x.view(torch.uint8).to(moved.device)
+    return moved.view(x.dtype)
 
 
 def _packed_fill(byte: float) -> int:
