@@ -40,6 +40,7 @@ from moe_ops.layer.weight_loader import LoadsWeights
 from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
+from moe_ops.pipeline.kernel_checks import input_of_shared_experts
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 
@@ -199,6 +200,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         Raises:
             TypeError: a wrong dtype.
             ValueError: shapes or devices that do not match; ``input_ids`` missing or not wanted;
+                ``shared_experts_input`` without a module of shared experts;
                 different shared experts in the layer and in its kernel. In the first eager call, on
                 all ranks: layers that differ between ranks, or a ``tp_group`` of other ranks.
             NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
@@ -219,10 +221,9 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        own, shared_input = self.shared_experts, shared_experts_input
+        own, given = self.shared_experts, shared_experts_input
         shared_experts = own if self.state.kernel is None else shared_experts_of(self)
-        if shared_input is None:
-            shared_input = hidden_states
+        shared_input = input_of_shared_experts(shared_experts, given, hidden_states)
         in_kernel = shared_experts is not None and self.state.exchange is not None
         # Kernels that exchange tokens cut them into chunks after the exchange: ranks may need
         # different numbers of chunks.
@@ -410,6 +411,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         """
         host, dtype, exchange = self.host_experts, self.state.in_dtype, self.state.exchange
         w1, w2 = (self.w13_weight, self.w2_weight) if host is None else (host.w1, host.w2)
+        checks.dtype_of("router_logits_dtype", router_logits_dtype, (*checks.FLOATS, None))
         if self.exchanges_tokens:
             compare_ranks(self)
 

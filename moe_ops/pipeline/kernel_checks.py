@@ -77,6 +77,22 @@ def check_options(
         )
 
 
+def input_of_shared_experts(shared_experts: Any, given: Tensor | None, tokens: Tensor) -> Tensor:
+    """Return what shared experts get: the ``shared_experts_input`` of a call, or its tokens.
+
+    Raises:
+        ValueError: an input without shared experts, which nothing would read.
+    """
+    if given is None:
+        return tokens
+    if shared_experts is None:
+        raise ValueError(
+            "shared_experts_input must be None without shared_experts, the module that it is for, "
+            "got a value"
+        )
+    return given
+
+
 def check_formats(
     prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEExperts
 ) -> None:

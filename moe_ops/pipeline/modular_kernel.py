@@ -29,6 +29,7 @@ from moe_ops.pipeline.kernel_checks import (
     check_options,
     check_parts,
     check_tokens_to_send,
+    input_of_shared_experts,
     lacks_gradients,
 )
 from moe_ops.pipeline.lora import ExpertLora
@@ -136,7 +137,7 @@ class FusedMoEKernel:
                 for a backward pass through the routed result if a part has no gradients (see
                 ``has_gradients``) or ``inplace``, and for adapters that a part does not take or
                 activations that the experts cannot quantize; ValueError also for a monolithic
-                kernel or too many tokens.
+                kernel, too many tokens, or ``shared_experts_input`` without shared experts.
         """
         call = Call(
             hidden_states,
@@ -282,10 +283,10 @@ class FusedMoEKernel:
         finalized: Pending,
         shared_experts: Callable[[Tensor], Tensor] | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        shared = None
+        shared, given = None, call.shared_experts_input
+        shared_input = input_of_shared_experts(shared_experts, given, call.hidden_states)
         if shared_experts is not None:
-            shared_input = call.shared_experts_input
-            shared = shared_experts(call.hidden_states if shared_input is None else shared_input)
+            shared = shared_experts(shared_input)
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()

@@ -150,7 +150,8 @@ def select_experts(
         vLLM ``FusedMoE.select_experts`` and the routers of 0.33; only some of vLLM's routers apply
         ``routed_scaling_factor``.
     """
-    shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
+    shared, result = num_fused_shared_experts, None
+    identity = 0 if zero_expert_num is None else zero_expert_num
     checks.flags(renormalize=renormalize, use_grouped_topk=use_grouped_topk)
     _check_sizes(hidden_states, router_logits, top_k, identity, shared, indices_type)
     _check_shared_experts(shared, enable_eplb, shared_expert_gate, hidden_states)
@@ -271,7 +272,11 @@ def _custom(
         raise TypeError(f"custom_routing_function must be callable, got {name}")
     checks.number("routed_scaling_factor", routed_scaling_factor)
     hidden_states, router_logits, top_k, renormalize = logits
-    weights, ids = function(hidden_states, router_logits, top_k, renormalize, **options)
+    routed = function(hidden_states, router_logits, top_k, renormalize, **options)
+    if not isinstance(routed, (tuple, list)) or len(routed) != 2:
+        name = type(routed).__name__
+        raise TypeError(f"custom_routing_function must return (weights, ids), got {name}")
+    weights, ids = routed
     checks.topk_pair(weights, ids)
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
     checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)

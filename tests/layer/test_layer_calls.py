@@ -145,7 +145,7 @@ def test_words_choose():
     [
         ({"hash_indices_table": TABLE}, {}, ValueError, "input_ids must be a Tensor with hash_ind"),
         ({}, {"input_ids": WORDS}, ValueError, "input_ids must be None without hash_indices_table"),
-        ({"enable_eplb": True}, {"input_ids": WORDS}, ValueError, "input_ids must be None without"),
+        ({"n_shared_experts": 1}, {"input_ids": WORDS}, ValueError, "input_ids must be None"),
         ({}, {"is_padding": PADDED.int()}, TypeError, "is_padding must have a dtype of .*bool"),
         ({}, {"is_padding": PADDED[1:]}, ValueError, "is_padding must have the 9 tokens of hidden"),
         ({}, {"is_padding": PADDED.view(3, 3)}, ValueError, "is_padding must be .T,. or have the"),
