@@ -31,6 +31,7 @@ from moe_ops.layer.rank_checks import (
     counts_of_ranks,
     option_facts,
     rank_group_of,
+    refuse_kernel_without_exchange,
 )
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
@@ -40,7 +41,7 @@ from moe_ops.layer.weight_loader import LoadsWeights
 from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
-from moe_ops.pipeline.kernel_checks import input_of_shared_experts
+from moe_ops.pipeline.kernel_checks import needless_input
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 
@@ -221,9 +222,11 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        own, given = self.shared_experts, shared_experts_input
+        own = self.shared_experts
         shared_experts = own if self.state.kernel is None else shared_experts_of(self)
-        shared_input = input_of_shared_experts(shared_experts, given, hidden_states)
+        shared_input = hidden_states if shared_experts_input is None else shared_experts_input
+        if shared_experts is None and shared_experts_input is not None:
+            raise needless_input()
         in_kernel = shared_experts is not None and self.state.exchange is not None
         # Kernels that exchange tokens cut them into chunks after the exchange: ranks may need
         # different numbers of chunks.
@@ -258,7 +261,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         if self.exchanges_tokens:
             kernel = self.kernel
             if kernel is not None and not kernel.output_is_reduced():
-                _refuse_kernel_without_exchange(kernel)
+                refuse_kernel_without_exchange(kernel)
 
     def forward_impl(
         self,
@@ -439,12 +442,3 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
                 ),
                 partial(counts_of_ranks, self),
             )
-
-
-def _refuse_kernel_without_exchange(kernel: Any) -> None:
-    """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
-    raise NotImplementedError(
-        "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
-        "prepare_finalize that exchanges tokens between ranks (output_is_reduced), got "
-        f"{type(kernel.prepare_finalize).__name__}"
-    )

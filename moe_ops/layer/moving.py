@@ -131,8 +131,7 @@ class KeepsBits(ExpertLayer):
         state, kept_there, is_meta = self.state, dict[int, Tensor](), self.w13_weight.is_meta
         at = torch.device("meta") if is_meta else self.compute_device
         probe = fn(torch.empty(0, dtype=state.in_dtype, device=at))
-        if quantized:
-            state = replace(state, cast_dtype=probe.dtype)
+        state = replace(state, cast_dtype=probe.dtype)
         if state.resident_experts is not None:
             kept_there = moved_on_host(self.stage(), probe, kept)
             state = replace(state, device=probe.device)
@@ -142,7 +141,7 @@ class KeepsBits(ExpertLayer):
                 return kept_there[id(x)]
             if id(x) not in kept:
                 return fn(x)
-            return _stored(x.data.contiguous(), fn)
+            return _same_bits(x.data.contiguous(), fn)
 
         expert_map = self._buffers.get("expert_map")
         super()._apply(moved, recurse=False)
@@ -185,7 +184,7 @@ class KeepsBits(ExpertLayer):
         self.renew_slots()
 
 
-def _stored(x: Tensor, fn: Any) -> Tensor:
+def _same_bits(x: Tensor, fn: Any) -> Tensor:
     """Return what ``fn`` makes of a tensor whose bits stay: ``fn`` gets its bytes."""
     moved = fn(x.view(torch.uint8))  # `.to(dtype)` leaves integers alone
     if moved.dtype != torch.uint8:  # `.type(dtype)` does not

@@ -20,7 +20,7 @@ from moe_ops.parallel import FusedMoEParallelConfig, maybe_roundup_hidden_size
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import logical_experts, ranks_of_experts, rows_of_rank
 from moe_ops.pipeline.row_spaces import check_batch_invariant
-from moe_ops.routing import SCORING_FUNCS, CustomRouting, check_groups
+from moe_ops.routing import SCORING_FUNCS, CustomRouting, expert_groups
 from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
 
 OF_THE_CONFIG = (
@@ -205,7 +205,7 @@ class FusedMoEOptions:
             checks.size(name, size, "the number of logits", num_logits)
         self._check_hash(top_k)
         if self.use_grouped_topk:
-            check_groups(num_logits, self.num_expert_group, self.topk_group, top_k=top_k)
+            expert_groups(num_logits, self.num_expert_group, self.topk_group, top_k=top_k)
         if self.num_redundant_experts and not self.enable_eplb:
             raise ValueError(
                 "num_redundant_experts must be 0 without enable_eplb, "

@@ -118,7 +118,7 @@ class LayerState:
     activation: str = _beside(default="")
     """Key of the experts' activation."""
     cast_dtype: torch.dtype | None = _beside()
-    """Dtype to which a quantized layer was cast, whose scales keep theirs; None: to no other."""
+    """Dtype to which the layer was cast, also if its weights and scales keep theirs; None: none."""
     quant_method: Any = _beside()
     """How the layer's experts are stored and multiplied: a `FusedMoEMethodBase`."""
     kernel: FusedMoEKernel | None = _beside()

@@ -77,20 +77,12 @@ def check_options(
         )
 
 
-def input_of_shared_experts(shared_experts: Any, given: Tensor | None, tokens: Tensor) -> Tensor:
-    """Return what shared experts get: the ``shared_experts_input`` of a call, or its tokens.
-
-    Raises:
-        ValueError: an input without shared experts, which nothing would read.
-    """
-    if given is None:
-        return tokens
-    if shared_experts is None:
-        raise ValueError(
-            "shared_experts_input must be None without shared_experts, the module that it is for, "
-            "got a value"
-        )
-    return given
+def needless_input() -> ValueError:
+    """The error of a call with ``shared_experts_input`` that no module of shared experts reads."""
+    return ValueError(
+        "shared_experts_input must be None without shared_experts, the module that it is for, got "
+        "a value"
+    )
 
 
 def check_formats(

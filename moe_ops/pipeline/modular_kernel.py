@@ -29,8 +29,8 @@ from moe_ops.pipeline.kernel_checks import (
     check_options,
     check_parts,
     check_tokens_to_send,
-    input_of_shared_experts,
     lacks_gradients,
+    needless_input,
 )
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -283,10 +283,11 @@ class FusedMoEKernel:
         finalized: Pending,
         shared_experts: Callable[[Tensor], Tensor] | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        shared, given = None, call.shared_experts_input
-        shared_input = input_of_shared_experts(shared_experts, given, call.hidden_states)
+        shared, shared_input = None, call.shared_experts_input
+        if shared_experts is None and shared_input is not None:
+            raise needless_input()
         if shared_experts is not None:
-            shared = shared_experts(shared_input)
+            shared = shared_experts(call.hidden_states if shared_input is None else shared_input)
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()

@@ -75,7 +75,7 @@ def check_indices_type(indices_type: torch.dtype | None) -> None:
         raise TypeError(f"indices_type must be one of {list(checks.INDICES)}, got {indices_type}")
 
 
-def check_groups(
+def expert_groups(
     num_experts: int, num_expert_group: int | None, topk_group: int | None, **topk: int
 ) -> tuple[int, int] | None:
     """Check the groups of grouped top-k, and k by its name; None: all experts are one group."""

@@ -150,8 +150,7 @@ def select_experts(
         vLLM ``FusedMoE.select_experts`` and the routers of 0.33; only some of vLLM's routers apply
         ``routed_scaling_factor``.
     """
-    shared, result = num_fused_shared_experts, None
-    identity = 0 if zero_expert_num is None else zero_expert_num
+    shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
     checks.flags(renormalize=renormalize, use_grouped_topk=use_grouped_topk)
     _check_sizes(hidden_states, router_logits, top_k, identity, shared, indices_type)
     _check_shared_experts(shared, enable_eplb, shared_expert_gate, hidden_states)

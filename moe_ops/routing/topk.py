@@ -7,11 +7,11 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.routing.arguments import (
-    check_groups,
     check_indices_type,
     check_logits,
     check_scoring,
     check_weighing,
+    expert_groups,
 )
 from moe_ops.routing.backward import differentiable_hash_topk, differentiable_topk
 
@@ -143,7 +143,7 @@ def grouped_topk(
     check_scoring(gating_output, scoring_func, e_score_correction_bias)
     check_weighing(renormalize, routed_scaling_factor)
     settings = (topk, renormalize, scoring_func, routed_scaling_factor)
-    groups = check_groups(num_experts, num_expert_group, topk_group, topk=topk)
+    groups = expert_groups(num_experts, num_expert_group, topk_group, topk=topk)
     logits, bias, scale = gating_output, e_score_correction_bias, routed_scaling_factor
     trained = torch.is_grad_enabled() and logits.requires_grad
     if groups is None:

@@ -9,7 +9,6 @@ import small_layers
 import torch
 from checkpoints import Experts, per_expert
 from small_layers import E, H, I, K, T, batch, make
-from table_items import every_row
 from torch import nn
 
 import moe_ops
@@ -51,29 +50,6 @@ def test_the_signature_names_every_option():
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
-
-
-@every_row(
-    ("options", "message"),
-    [
-        ({"use_grouped_topk": True}, "num_expert_group and topk_group must be numbers, got None"),
-        ({"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 1}, "must divide the 8"),
-        ({"use_grouped_topk": True, "num_expert_group": 8, "topk_group": 1}, "top_k must be betw"),
-        ({"zero_expert_type": "copy"}, "zero_expert_type must be one of .*, got 'copy'"),
-        ({"expert_mapping": torch.zeros(3)}, r"expert_mapping must be a list .*, got tensor"),
-        ({"expert_mapping": [("a", "b", "c")]}, r"expert_mapping .* got \('a', 'b', 'c'\)"),
-        ({"tp_group": 3}, "tp_group must be a ProcessGroup, its name, .* got int"),
-    ],
-)
-def test_errors_when_the_layer_is_made(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        make(**options)
-
-
-@every_row("options", [{}, {"n_shared_experts": 1}])
-def test_an_input_that_no_shared_expert_reads(options):
-    with pytest.raises(ValueError, match="shared_experts_input must be None without shared_expe"):
-        make(**options)(*batch(), batch()[0])
 
 
 @pytest.mark.parametrize("rank", range(4))
