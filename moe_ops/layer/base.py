@@ -183,7 +183,7 @@ class ExpertLayer(nn.Module):
             self.compute_device,
             method,
             self.moe_parallel_config,
-            in_dtype=sizes.dtype,
+            in_dtype=self.state.in_dtype,
             renormalize=self.renormalize,
             scoring_func=self.scoring_func,
             has_bias=sizes.has_bias,

@@ -200,7 +200,7 @@ def in_forms_for_device(stage: Stage) -> Stage:
         reads = form == PLAIN and reads_packed(
             parameters[f"{which}_weight"],
             scheme,
-            state.sizes.dtype,
+            state.in_dtype,
             device,
             batch_invariant=state.batch_invariant,
             activation=state.activation if which == "w13" else "",

@@ -31,6 +31,7 @@ from moe_ops.layer.rank_checks import (
     counts_of_ranks,
     option_facts,
     rank_group_of,
+    refuse_kernel_without_exchange,
 )
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
@@ -40,6 +41,7 @@ from moe_ops.layer.weight_loader import LoadsWeights
 from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
+from moe_ops.pipeline.kernel_checks import needless_input
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 
@@ -199,6 +201,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         Raises:
             TypeError: a wrong dtype.
             ValueError: shapes or devices that do not match; ``input_ids`` missing or not wanted;
+                ``shared_experts_input`` without a module of shared experts;
                 different shared experts in the layer and in its kernel. In the first eager call, on
                 all ranks: layers that differ between ranks, or a ``tp_group`` of other ranks.
             NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
@@ -219,10 +222,11 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        own, shared_input = self.shared_experts, shared_experts_input
+        own = self.shared_experts
         shared_experts = own if self.state.kernel is None else shared_experts_of(self)
-        if shared_input is None:
-            shared_input = hidden_states
+        shared_input = hidden_states if shared_experts_input is None else shared_experts_input
+        if shared_experts is None and shared_experts_input is not None:
+            raise needless_input()
         in_kernel = shared_experts is not None and self.state.exchange is not None
         # Kernels that exchange tokens cut them into chunks after the exchange: ranks may need
         # different numbers of chunks.
@@ -257,7 +261,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         if self.exchanges_tokens:
             kernel = self.kernel
             if kernel is not None and not kernel.output_is_reduced():
-                _refuse_kernel_without_exchange(kernel)
+                refuse_kernel_without_exchange(kernel)
 
     def forward_impl(
         self,
@@ -408,8 +412,9 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             num_tokens: the token counts to expect, or one number for every count up to it.
             router_logits_dtype: dtype of the logits; None means the dtype of the tokens.
         """
-        host, dtype, exchange = self.host_experts, self.sizes.dtype, self.state.exchange
+        host, dtype, exchange = self.host_experts, self.state.in_dtype, self.state.exchange
         w1, w2 = (self.w13_weight, self.w2_weight) if host is None else (host.w1, host.w2)
+        checks.dtype_of("router_logits_dtype", router_logits_dtype, (*checks.FLOATS, None))
         if self.exchanges_tokens:
             compare_ranks(self)
 
@@ -437,12 +442,3 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
                 ),
                 partial(counts_of_ranks, self),
             )
-
-
-def _refuse_kernel_without_exchange(kernel: Any) -> None:
-    """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
-    raise NotImplementedError(
-        "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
-        "prepare_finalize that exchanges tokens between ranks (output_is_reduced), got "
-        f"{type(kernel.prepare_finalize).__name__}"
-    )

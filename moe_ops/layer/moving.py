@@ -129,9 +129,10 @@ class KeepsBits(ExpertLayer):
         kept = self._kept(CAST if quantized else CAST_UNQUANTIZED)
 
         state, kept_there, is_meta = self.state, dict[int, Tensor](), self.w13_weight.is_meta
+        at = torch.device("meta") if is_meta else self.compute_device
+        probe = fn(torch.empty(0, dtype=state.in_dtype, device=at))
+        state = replace(state, cast_dtype=probe.dtype)
         if state.resident_experts is not None:
-            at = torch.device("meta") if is_meta else self.compute_device
-            probe = fn(torch.empty(0, dtype=state.sizes.dtype, device=at))
             kept_there = moved_on_host(self.stage(), probe, kept)
             state = replace(state, device=probe.device)
 
@@ -140,8 +141,7 @@ class KeepsBits(ExpertLayer):
                 return kept_there[id(x)]
             if id(x) not in kept:
                 return fn(x)
-            stored = x.data.contiguous()  # `.to(dtype)` leaves integers alone
-            return fn(stored.view(torch.uint8)).view(stored.dtype)
+            return _same_bits(x.data.contiguous(), fn)
 
         expert_map = self._buffers.get("expert_map")
         super()._apply(moved, recurse=False)
@@ -182,6 +182,14 @@ class KeepsBits(ExpertLayer):
         super().__setstate__({**state, "_parameters": parameters})
         self.take(self.stage())
         self.renew_slots()
+
+
+def _same_bits(x: Tensor, fn: Any) -> Tensor:
+    """Return what ``fn`` makes of a tensor whose bits stay: ``fn`` gets its bytes."""
+    moved = fn(x.view(torch.uint8))  # `.to(dtype)` leaves integers alone
+    if moved.dtype != torch.uint8:  # `.type(dtype)` does not
+        moved = x.view(torch.uint8).to(moved.device)
+    return moved.view(x.dtype)
 
 
 def _packed_fill(byte: float) -> int:

@@ -15,11 +15,12 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.brief import brief
 from moe_ops.layer.partition import LayerSizes, aligned_sizes
 from moe_ops.layer.state import ExpertPlacement, LayerState, against_host_memory
+from moe_ops.loading.names import check_mapping
 from moe_ops.parallel import FusedMoEParallelConfig, maybe_roundup_hidden_size
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import logical_experts, ranks_of_experts, rows_of_rank
 from moe_ops.pipeline.row_spaces import check_batch_invariant
-from moe_ops.routing import SCORING_FUNCS, CustomRouting
+from moe_ops.routing import SCORING_FUNCS, CustomRouting, expert_groups
 from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
 
 OF_THE_CONFIG = (
@@ -193,16 +194,18 @@ class FusedMoEOptions:
             raise ValueError(f"hidden_size must be even for 4-bit weights, got {hidden_size}")
         for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
             checks.at_least(0, **{name: getattr(self, name)})
-        checks.topk("top_k", top_k, num_experts + self.zero_expert_num)
+        num_logits = num_experts + self.zero_expert_num
+        checks.topk("top_k", top_k, num_logits)
         checks.one_of("scoring_func", self.scoring_func, SCORING_FUNCS)
         checks.factor("routed_scaling_factor", self.routed_scaling_factor)
         bias = self.e_score_correction_bias
         if bias is not None:
             checks.tensor("e_score_correction_bias", bias, 1, (torch.float32,))
-            logits = num_experts + self.zero_expert_num
-            size = bias.shape[0]
-            checks.size("e_score_correction_bias.shape[0]", size, "the number of logits", logits)
+            name, size = "e_score_correction_bias.shape[0]", bias.shape[0]
+            checks.size(name, size, "the number of logits", num_logits)
         self._check_hash(top_k)
+        if self.use_grouped_topk:
+            expert_groups(num_logits, self.num_expert_group, self.topk_group, top_k=top_k)
         if self.num_redundant_experts and not self.enable_eplb:
             raise ValueError(
                 "num_redundant_experts must be 0 without enable_eplb, "
@@ -220,8 +223,6 @@ class FusedMoEOptions:
         if self.chunk_size is not None:
             checks.at_least(1, chunk_size=self.chunk_size)
         self._check_exchange()
-        if self.zero_expert_num:
-            checks.one_of("zero_expert_type", self.zero_expert_type or "", ("identity",))
         if self.batch_invariant:
             self._check_batch_invariant()
         self._check_main_grads()
@@ -233,6 +234,9 @@ class FusedMoEOptions:
         checks.dtype_of("params_dtype", self.params_dtype, (*checks.FLOATS, None))
         checks.instance("prefix", self.prefix, str)
         checks.number("capacity_factor", self.capacity_factor)
+        check_mapping(self.expert_mapping)
+        if self.zero_expert_num or self.zero_expert_type is not None:
+            checks.one_of("zero_expert_type", self.zero_expert_type or "", ("identity",))
         parallel = self.moe_parallel_config
         if self.device is not None:
             checks.device("device", self.device)

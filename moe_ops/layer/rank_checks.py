@@ -79,6 +79,15 @@ def check_rank_call(layer: ExpertLayer, tokens: Tensor) -> None:
         compare_ranks(layer, None if layer.exchanges_tokens else tokens.shape[0])
 
 
+def refuse_kernel_without_exchange(kernel: Any) -> None:
+    """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
+    raise NotImplementedError(
+        "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
+        "prepare_finalize that exchanges tokens between ranks (output_is_reduced), got "
+        f"{type(kernel.prepare_finalize).__name__}"
+    )
+
+
 def compare_ranks(layer: ExpertLayer, num_tokens: int | None = None) -> None:
     """Compare the layers of all ranks, unless that was done, or the call is traced or captured.
 
@@ -156,7 +165,7 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
     names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
     facts = {name: str(getattr(layer, size)) for name, size in zip(names, sizes, strict=True)}
     facts |= layer.option_facts
-    facts["params_dtype"] = str(layer.sizes.dtype)
+    facts["params_dtype"] = str(layer.state.in_dtype)
     if layer.exchanges_tokens and layer.state.exchange is not None:
         facts["the exchange of layer.kernel"] = type(layer.state.exchange).__name__
     if layer.enable_eplb:

@@ -292,6 +292,10 @@ class RoutesTokens(ExpertLayer):
                 self._capture(ids)
             return SelectedExperts(weights, ids, None)
         state = self.eplb_state if self.enable_eplb else None
+        if self.enable_eplb and state is None:
+            raise ValueError(
+                "set_eplb_state must be called before a layer with enable_eplb runs, got no state"
+            )
         routed = select_experts(
             hidden_states,
             router_logits,

@@ -117,6 +117,8 @@ class LayerState:
     """The device on which the experts run; None: that of the parameters."""
     activation: str = _beside(default="")
     """Key of the experts' activation."""
+    cast_dtype: torch.dtype | None = _beside()
+    """Dtype to which the layer was cast, also if its weights and scales keep theirs; None: none."""
     quant_method: Any = _beside()
     """How the layer's experts are stored and multiplied: a `FusedMoEMethodBase`."""
     kernel: FusedMoEKernel | None = _beside()
@@ -158,6 +160,11 @@ class LayerState:
         named = {name: x.name if isinstance(x, Scheme) else x for name, x in facts.items()}
         shown = (f"{name}={x}" for name, x in named.items() if x is not None)
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    @property
+    def in_dtype(self) -> torch.dtype:
+        """Dtype of the tokens to expect."""
+        return self.sizes.dtype if self.cast_dtype is None else self.cast_dtype
 
     @property
     def forms(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SHARDS = ("w1", "w2", "w3")
 """Gate, down and up projection, by their names in Mixtral's checkpoints."""
@@ -131,6 +131,18 @@ ROUTER_TENSORS = tuple(_ROUTER)
 """Buffers of a layer that choose experts, and the gate of its shared experts."""
 SHARED_EXPERTS = ("shared_experts.up_proj.weight", "shared_mlp.down_proj.weight")
 """Examples of names of shared experts that `parse` knows."""
+
+
+def check_mapping(mapping: Any) -> None:
+    """Raise TypeError for an ``expert_mapping`` that is neither None nor a list of four values."""
+    is_list = mapping is None or isinstance(mapping, (list, tuple))
+    for row in (mapping or ()) if is_list else [mapping]:
+        kinds = [type(value) for value in row] if isinstance(row, (list, tuple)) else None
+        if kinds != [str, str, int, str]:
+            raise TypeError(
+                "expert_mapping must be a list of (param_name, weight_name, expert_id, shard_id), "
+                f"as make_expert_params_mapping returns it, got {row!r}"
+            )
 
 
 def parse(name: str) -> Piece | None:

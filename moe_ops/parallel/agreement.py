@@ -16,12 +16,13 @@ SHOWN = 8
 """Number of ranks with the same value that an error quotes."""
 
 
-def process_group(group: Any) -> dist.ProcessGroup:
+def process_group(group: Any, name: str = "group") -> dist.ProcessGroup:
     """Return the process group that ``group`` stands for.
 
     Args:
         group: a `torch.distributed` process group, the name of one, a 1-D `DeviceMesh`, a
             `RankGroup`, or None (all processes).
+        name: the argument, for errors.
 
     Raises:
         TypeError: none of these.
@@ -32,29 +33,29 @@ def process_group(group: Any) -> dist.ProcessGroup:
         return group.process_group()  # a RankGroup, which a higher layer defines
     if group is None:
         if not dist.is_initialized():
-            raise ValueError("group must be given, or torch.distributed initialized, got neither")
+            raise ValueError(f"{name} must be given, or torch.distributed initialized, got neither")
         group = dist.group.WORLD
     if isinstance(group, str):
-        return _group_of_name(group)
+        return _group_of_name(group, name)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group must be a DeviceMesh of 1 dimension, got {group.ndim}")
+            raise ValueError(f"{name} must be a DeviceMesh of 1 dimension, got {group.ndim}")
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group must be one that this process is in, got NON_GROUP_MEMBER")
+        raise ValueError(f"{name} must be one that this process is in, got NON_GROUP_MEMBER")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            "group must be a ProcessGroup, its name, a DeviceMesh or a RankGroup, got "
+            f"{name} must be a ProcessGroup, its name, a DeviceMesh or a RankGroup, got "
             f"{type(group).__name__}"
         )
     return group
 
 
-def _group_of_name(name: Any) -> Any:
+def _group_of_name(group: Any, name: str) -> Any:
     try:
-        return dist.distributed_c10d._resolve_process_group(name)
+        return dist.distributed_c10d._resolve_process_group(group)
     except (LookupError, RuntimeError, ValueError) as error:
-        raise ValueError(f"group must be the name of a process group, got {name!r}") from error
+        raise ValueError(f"{name} must be the name of a process group, got {group!r}") from error
 
 
 def agree(

@@ -216,11 +216,15 @@ def make_expert_params_mapping(
         expert that it holds at first (see `initial_physical_to_logical_map`).
 
     Raises:
+        TypeError: a name that is no str.
         ValueError: no expert, or a negative number of redundant ones.
 
     Source:
         vLLM ``FusedMoE.make_expert_params_mapping``.
     """
+    names = (ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name)
+    for projection, name in zip(("gate", "down", "up"), names, strict=True):
+        checks.instance(f"ckpt_{projection}_proj_name", name, str)
     logical = logical_experts(num_experts, num_redundant_experts)
     shards = (
         ("w1", "experts.w13_", ckpt_gate_proj_name),

@@ -77,6 +77,14 @@ def check_options(
         )
 
 
+def needless_input() -> ValueError:
+    """The error of a call with ``shared_experts_input`` that no module of shared experts reads."""
+    return ValueError(
+        "shared_experts_input must be None without shared_experts, the module that it is for, got "
+        "a value"
+    )
+
+
 def check_formats(
     prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEExperts
 ) -> None:

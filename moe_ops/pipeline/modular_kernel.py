@@ -30,6 +30,7 @@ from moe_ops.pipeline.kernel_checks import (
     check_parts,
     check_tokens_to_send,
     lacks_gradients,
+    needless_input,
 )
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -136,7 +137,7 @@ class FusedMoEKernel:
                 for a backward pass through the routed result if a part has no gradients (see
                 ``has_gradients``) or ``inplace``, and for adapters that a part does not take or
                 activations that the experts cannot quantize; ValueError also for a monolithic
-                kernel or too many tokens.
+                kernel, too many tokens, or ``shared_experts_input`` without shared experts.
         """
         call = Call(
             hidden_states,
@@ -282,9 +283,10 @@ class FusedMoEKernel:
         finalized: Pending,
         shared_experts: Callable[[Tensor], Tensor] | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        shared = None
+        shared, shared_input = None, call.shared_experts_input
+        if shared_experts is None and shared_input is not None:
+            raise needless_input()
         if shared_experts is not None:
-            shared_input = call.shared_experts_input
             shared = shared_experts(call.hidden_states if shared_input is None else shared_input)
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")

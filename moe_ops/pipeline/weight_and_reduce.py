@@ -135,6 +135,9 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
 
     rank: int
 
+    def __post_init__(self) -> None:
+        checks.at_least(0, rank=self.rank)
+
     def apply(
         self,
         output: Tensor | None,

@@ -2,7 +2,7 @@
 
 from moe_ops.routing import simulate
 from moe_ops.routing.adjust import adjust_routing, zero_experts
-from moe_ops.routing.arguments import check_tokens
+from moe_ops.routing.arguments import check_tokens, expert_groups
 from moe_ops.routing.methods import SCORING_FUNCS, RoutingMethodType, get_routing_method_type
 from moe_ops.routing.models import gemma4_routing, llama4_routing, sparsemixer, topk_softmax
 from moe_ops.routing.select import CaptureFn, CustomRouting, SelectedExperts, select_experts
@@ -16,6 +16,7 @@ __all__ = [
     "SelectedExperts",
     "adjust_routing",
     "check_tokens",
+    "expert_groups",
     "fused_topk",
     "gemma4_routing",
     "get_routing_method_type",

@@ -73,3 +73,29 @@ def check_indices_type(indices_type: torch.dtype | None) -> None:
     """Check the dtype of ids: int32, int64 or None (int32)."""
     if indices_type not in (None, *checks.INDICES):
         raise TypeError(f"indices_type must be one of {list(checks.INDICES)}, got {indices_type}")
+
+
+def expert_groups(
+    num_experts: int, num_expert_group: int | None, topk_group: int | None, **topk: int
+) -> tuple[int, int] | None:
+    """Check the groups of grouped top-k, and k by its name; None: all experts are one group."""
+    if num_expert_group is None or topk_group is None:
+        raise ValueError(
+            f"num_expert_group and topk_group must be numbers, got {num_expert_group} and "
+            f"{topk_group}"
+        )
+    checks.at_least(0, num_expert_group=num_expert_group, topk_group=topk_group)
+    if num_expert_group in (0, 1) and topk_group in (0, 1):
+        return None
+    if num_expert_group < 1 or num_experts % num_expert_group:
+        raise ValueError(
+            f"num_expert_group must divide the {num_experts} experts, got {num_expert_group}"
+        )
+    if not 1 <= topk_group <= num_expert_group:
+        raise ValueError(
+            f"topk_group must be between 1 and num_expert_group = {num_expert_group}, "
+            f"got {topk_group}"
+        )
+    for name, k in topk.items():
+        checks.topk(name, k, num_experts // num_expert_group * topk_group)
+    return num_expert_group, topk_group

@@ -271,7 +271,11 @@ def _custom(
         raise TypeError(f"custom_routing_function must be callable, got {name}")
     checks.number("routed_scaling_factor", routed_scaling_factor)
     hidden_states, router_logits, top_k, renormalize = logits
-    weights, ids = function(hidden_states, router_logits, top_k, renormalize, **options)
+    routed = function(hidden_states, router_logits, top_k, renormalize, **options)
+    if not isinstance(routed, (tuple, list)) or len(routed) != 2:
+        name = type(routed).__name__
+        raise TypeError(f"custom_routing_function must return (weights, ids), got {name}")
+    weights, ids = routed
     checks.topk_pair(weights, ids)
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
     checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)

@@ -11,6 +11,7 @@ from moe_ops.routing.arguments import (
     check_logits,
     check_scoring,
     check_weighing,
+    expert_groups,
 )
 from moe_ops.routing.backward import differentiable_hash_topk, differentiable_topk
 
@@ -142,34 +143,16 @@ def grouped_topk(
     check_scoring(gating_output, scoring_func, e_score_correction_bias)
     check_weighing(renormalize, routed_scaling_factor)
     settings = (topk, renormalize, scoring_func, routed_scaling_factor)
-    if num_expert_group is None or topk_group is None:
-        raise ValueError(
-            f"num_expert_group and topk_group must be numbers, got {num_expert_group} and "
-            f"{topk_group}"
-        )
-    checks.at_least(0, num_expert_group=num_expert_group, topk_group=topk_group)
+    groups = expert_groups(num_experts, num_expert_group, topk_group, topk=topk)
     logits, bias, scale = gating_output, e_score_correction_bias, routed_scaling_factor
     trained = torch.is_grad_enabled() and logits.requires_grad
-    if num_expert_group in (0, 1) and topk_group in (0, 1):
+    if groups is None:
         if trained:
             return differentiable_topk("grouped_topk", logits, bias, settings)
         return ops.fused_topk(logits, bias, topk, renormalize, scoring_func, scale)
-    if num_expert_group < 1 or num_experts % num_expert_group:
-        raise ValueError(
-            f"num_expert_group must divide the {num_experts} experts, got {num_expert_group}"
-        )
-    if not 1 <= topk_group <= num_expert_group:
-        raise ValueError(
-            f"topk_group must be between 1 and num_expert_group = {num_expert_group}, "
-            f"got {topk_group}"
-        )
-    checks.topk("topk", topk, num_experts // num_expert_group * topk_group)
     if trained:
-        groups = (num_expert_group, topk_group)
         return differentiable_topk("grouped_topk", logits, bias, settings, groups)
-    return ops.grouped_topk(
-        logits, bias, topk, renormalize, scoring_func, scale, num_expert_group, topk_group
-    )
+    return ops.grouped_topk(logits, bias, topk, renormalize, scoring_func, scale, *groups)
 
 
 def hash_topk(

@@ -21,6 +21,7 @@ from small_layers import (
     make,
     one_expert,
 )
+from table_items import every_row
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -145,7 +146,7 @@ def test_words_choose():
     [
         ({"hash_indices_table": TABLE}, {}, ValueError, "input_ids must be a Tensor with hash_ind"),
         ({}, {"input_ids": WORDS}, ValueError, "input_ids must be None without hash_indices_table"),
-        ({"enable_eplb": True}, {"input_ids": WORDS}, ValueError, "input_ids must be None without"),
+        ({"n_shared_experts": 1}, {"input_ids": WORDS}, ValueError, "input_ids must be None"),
         ({}, {"is_padding": PADDED.int()}, TypeError, "is_padding must have a dtype of .*bool"),
         ({}, {"is_padding": PADDED[1:]}, ValueError, "is_padding must have the 9 tokens of hidden"),
         ({}, {"is_padding": PADDED.view(3, 3)}, ValueError, "is_padding must be .T,. or have the"),
@@ -324,3 +325,26 @@ def test_slots_of_identity_experts_go_nowhere():
     assert torch.equal(routed.topk_ids == -1, chosen >= E)
     assert not routed.topk_weights[chosen >= E].any()
     assert layer.eplb_state.expert_load_view.sum() == (chosen < E).sum()
+
+
+@every_row(
+    ("options", "message"),
+    [
+        ({"use_grouped_topk": True}, "num_expert_group and topk_group must be numbers, got None"),
+        ({"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 1}, "must divide the 8"),
+        ({"use_grouped_topk": True, "num_expert_group": 8, "topk_group": 1}, "top_k must be betw"),
+        ({"zero_expert_type": "copy"}, "zero_expert_type must be one of .*, got 'copy'"),
+        ({"expert_mapping": torch.zeros(3)}, r"expert_mapping must be a list .*, got tensor"),
+        ({"expert_mapping": [("a", "b", "c")]}, r"expert_mapping .* got \('a', 'b', 'c'\)"),
+        ({"tp_group": 3}, "tp_group must be a ProcessGroup, its name, .* got int"),
+    ],
+)
+def test_errors_when_the_layer_is_made(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(**options)
+
+
+@every_row("options", [{}, {"n_shared_experts": 1}])
+def test_an_input_that_no_shared_expert_reads(options):
+    with pytest.raises(ValueError, match="shared_experts_input must be None without shared_expe"):
+        make(**options)(*batch(), batch()[0])

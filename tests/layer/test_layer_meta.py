@@ -192,7 +192,10 @@ def test_what_a_cast_changes():
     layer = moe_ops.FusedMoE(4, 2, 64, 32, has_bias=True, scheme="fp8_block32")
     scale = torch.rand(2, 2, 4).permute(2, 0, 1)
     layer.w13_weight_scale = torch.nn.Parameter(scale, requires_grad=False)
-    layer.to(torch.float16)
-    assert layer.w13_bias.dtype == layer.w2_bias.dtype == torch.float16
-    assert layer.w13_weight.dtype == torch.float8_e4m3fn
-    assert torch.equal(layer.w13_weight_scale, scale)
+    for cast in (layer.to, layer.type):  # the second casts integers too
+        for dtype in (torch.float16, torch.bfloat16):
+            cast(dtype)
+            assert layer.w13_bias.dtype == layer.w2_bias.dtype == dtype
+            assert layer.moe_config.in_dtype == dtype
+            assert layer.w13_weight.dtype == torch.float8_e4m3fn
+            assert torch.equal(layer.w13_weight_scale, scale)

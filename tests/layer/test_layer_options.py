@@ -376,7 +376,7 @@ def test_balancing():
     layer, (x, logits) = make(enable_eplb=True, num_redundant_experts=4), batch()
     layer.w13_weight.data[E:] = layer.w13_weight[:4]
     layer.w2_weight.data[E:] = layer.w2_weight[:4]
-    with pytest.raises(ValueError, match="expert_load_view must be a Tensor"):
+    with pytest.raises(ValueError, match="set_eplb_state must be called before"):
         layer(x, logits)
     layer.set_eplb_state(
         1, state.expert_load, state.logical_to_physical_map, state.logical_replica_count

@@ -123,6 +123,8 @@ def test_remap():
 
 
 def test_names_of_a_checkpoint():
+    with pytest.raises(TypeError, match="ckpt_down_proj_name must be a str, got NoneType"):
+        moe_ops.parallel.make_expert_params_mapping("gate_proj", None, "up_proj", 3)
     mapping = moe_ops.parallel.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", 3, 2)
     assert len(mapping) == 3 * 5
     assert mapping[:3] == [

@@ -36,6 +36,13 @@ def test_batched_experts_need_a_capacity(experts, numbers):
         experts(layer_config(Problem()), PLAIN, *numbers)
 
 
+@every_row("experts", BATCH)
+@every_row("numbers", [(0, 1), (4, -1), (4, True), (2.5, 1)])
+def test_the_capacity_of_batched_experts_is_positive(experts, numbers):
+    with pytest.raises((ValueError, TypeError), match="(max_num_tokens|num_dispatchers) must be a"):
+        experts(layer_config(Problem()), PLAIN, *numbers)
+
+
 def parts(experts=moe_ops.pipeline.TritonExperts, prepare=NO_EP):
     return prepare(), build_experts(experts, Problem(), PLAIN)
 

@@ -326,6 +326,9 @@ def test_shared_experts_get_their_own_input():
     latent = torch.ones(3, 4)
     shared, routed = s.apply(shared_experts_input=latent)
     assert torch.equal(shared, 2 * latent) and routed.shape == s.inputs.hidden_states.shape
+    alone = setup(problem("unquantized"), moe_ops.pipeline.TritonExperts)
+    with pytest.raises(ValueError, match="shared_experts_input must be None without shared"):
+        alone.apply(shared_experts_input=latent)
 
 
 class Rerouting(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP):

@@ -253,6 +253,7 @@ def test_what_was_chosen_does_not_depend_on_the_batch(device):
             ValueError,
             "custom_routing_function's k must be top_k = 4, got 2",
         ),
+        ({"custom_routing_function": print}, TypeError, r"must return .* got NoneType"),
     ],
 )
 def test_errors(changes, error, message):

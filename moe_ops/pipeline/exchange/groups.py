@@ -65,7 +65,7 @@ class RankGroup(NamedTuple):
             if group.mesh_dim_names is None:
                 raise ValueError("tp_group must have mesh_dim_names as a DeviceMesh, got none")
             group = group._flatten()  # the same group for every layer
-        return cls.of(parallel.layer_size, process_group(group))
+        return cls.of(parallel.layer_size, process_group(group, "tp_group"))
 
     def check(self, name: str, parallel: FusedMoEParallelConfig) -> None:
         """Check that the group named ``name``, if it exists, has the ranks that a layer needs.

@@ -33,7 +33,7 @@ class FusedMoEExperts(ABC):
 
     Raises:
         ValueError: ``max_num_tokens`` or ``num_dispatchers`` is given in the Standard format, or
-            missing in the Batched format.
+            missing or not positive in the Batched format.
         NotImplementedError: ``moe_config.batch_invariant`` with a class or a scheme that does not
             support it.
 
@@ -63,6 +63,8 @@ class FusedMoEExperts(ABC):
                 )
         elif max_num_tokens is None or num_dispatchers is None:
             raise ValueError(f"{numbers} must be set for BatchedExperts activation format.")
+        else:
+            checks.at_least(1, max_num_tokens=max_num_tokens, num_dispatchers=num_dispatchers)
         if moe_config.batch_invariant:
             check_batch_invariant(quant_config.scheme)
             if not self.SUPPORTS.batch_invariant:
