@@ -277,14 +277,10 @@ def make_experts(problem: Problem, scheme_name: str, device: torch.device) -> Ex
 
 def _input_scales(scheme: schemes.Scheme, device: torch.device) -> dict[str, Tensor]:
     """Scales of the inputs of both GEMMs, for a scheme that wants them given."""
-    quant = scheme.activation
-    if quant is None or not (quant.static or quant.global_scale):
-        return {}
-    name, largest = "a{}_scale", quant.element.largest
-    if quant.global_scale:
-        name, largest = "a{}_gscale", quant.element.largest * schemes.FLOAT8_E4M3_MAX
-    scale = torch.full((1,), LARGEST_INPUT / largest, device=device)
-    return {name.format(i): scale for i in (1, 2)}
+    return {
+        name: torch.full((1,), LARGEST_INPUT / scheme.quants[0].largest, device=device)
+        for name in scheme.input_scale_names
+    }
 
 
 def _random_weight(

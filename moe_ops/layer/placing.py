@@ -16,7 +16,7 @@ from moe_ops.layer.state import PLAIN
 from moe_ops.layer.state_dict import STATE, parse_stored_as
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
-from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized_parts
+from moe_ops.loading.derived import channel_scales, has_plain_scales, quantized_parts
 from moe_ops.loading.names import SUFFIX, CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import shared_part, split_gate_and_up
@@ -202,7 +202,7 @@ class Placing:
         """Return the kinds of parameters that a tensor fills: several if some are derived."""
         quant = self.state.checkpoint_scheme.weight
         if self.quantize and quant is not None and piece.kind == "weight":
-            return kinds_of(quant)
+            return ("weight", *quant.parts)
         derives = piece.kind == "scale" and has_plain_scales("scale", entry.read(), quant)
         return ("scale", "channel_scale") if derives else (piece.kind,)
 

@@ -145,6 +145,17 @@ class Quant:
         return self.global_scale and not self.element.exponent
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The kinds of tensors of a weight beside its numbers, in the order of `QTensor`."""
+        factor = "channel_scale" if self.channel_scale else "global_scale"
+        return ("scale", *["zero_point"] * self.zero_point, *[factor] * self.global_scale)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of rows whose given scale is 1: see `Scheme.input_scale_names`."""
+        return self.element.largest * (FLOAT8_E4M3_MAX if self.global_scale else 1.0)
+
+    @property
     def shared_cols(self) -> int | None:
         """Number of elements along K that share a scale; None: all."""
         return None if self.group.cols == WHOLE else self.group.cols
