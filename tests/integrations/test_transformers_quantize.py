@@ -86,7 +86,7 @@ def test_every_scheme_of_the_demo_model(scheme, tmp_path):
     found = logits(model, ids)
     divergence = (expected.exp() * (expected - found.double().log_softmax(-1))).sum(-1).mean()
     assert 0 < divergence < 0.15
-    layer, activation = layer_of(model), SCHEMES[scheme].activation
+    layer = layer_of(model)
     options = {"quant_config": scheme, "params_dtype": torch.bfloat16, "prefix": PREFIX}
     if not SCHEMES[scheme].input_scale_names:
         loaded = moe_ops.FusedMoE(16, 4, 128, 128, **options)
