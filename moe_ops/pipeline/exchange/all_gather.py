@@ -69,7 +69,7 @@ class AllGatherPrepareAndFinalize(TokenExchange):
         size = self.rows_per_rank(tokens.a1, a1_scale)
         rows, scale = self.rows_of(tokens)
         beside = [padded(tokens.topk_weights, size), padded(tokens.topk_ids, size, -1)]
-        if scale is not None and quant is not None and not quant.per_tensor:
+        if scale is not None and scale.dim() > 1:  # of each row
             beside.append(padded(scale, size))
         has_adapters = tokens.lora_ids is not None
         if tokens.lora_ids is not None:

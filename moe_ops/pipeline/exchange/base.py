@@ -179,48 +179,13 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         """True: rows travel until the receiver is called."""
         return True
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-        *,
-        lora_ids: Tensor | None = None,
-    ) -> PrepareResult:
+    def prepare(self, *arguments: Any, **named: Any) -> PrepareResult:
         """`prepare_async`, and wait: rows, ids and weights of the tokens that have arrived."""
-        return self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-            lora_ids=lora_ids,
-        )()
+        return self.prepare_async(*arguments, **named)()
 
-    def finalize(
-        self,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> Tensor:
+    def finalize(self, *arguments: Any, **named: Any) -> Tensor:
         """Sum the ranks' results: ``(P, H)``, of which the first T rows are this rank's tokens."""
-        return self.finalize_async(
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )()
+        return self.finalize_async(*arguments, **named)()
 
     def prepare_async(
         self,
