@@ -21,7 +21,15 @@ from cold_start import MODULES
 from peers import PEERS
 
 import moe_ops
-from moe_ops.bench.command import RECORDED, Lines, Recorder, named_choice, one_or_more, parser
+from moe_ops.bench.command import (
+    RECORDED,
+    Lines,
+    Recorder,
+    named_choice,
+    one_or_more,
+    parser,
+    recorded_name,
+)
 from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path
 from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
 from moe_ops.bench.peers import available
@@ -76,8 +84,7 @@ class Case(NamedTuple):
 
     def row(self, impl: str, measure: str, value: float, **rest: Any) -> Overhead:
         """The record row of a number measured for an implementation."""
-        name, tokens = self.experts.scheme.name, len(self.inputs.x)
-        scheme = "bf16" if name == "unquantized" else name
+        scheme, tokens = recorded_name(self.experts.scheme), len(self.inputs.x)
         return Overhead(
             scheme, self.problem.name, tokens, impl, self.routing, measure, value, **rest
         )

@@ -211,7 +211,7 @@ def saved_bytes(layer: Differentiable, case: Case) -> int:
     """Bytes of storages that autograd holds after forward, without weights and given adapters."""
     experts, config = case.experts, case.experts.quant_config
     operands = [experts.w1, experts.w2, *case.factors.values()]
-    operands += [] if config is None else [t for t in config.tensors if t is not None]
+    operands += [t for t in config.tensors if t is not None]
     weights = set(map(address, operands))
     return sum(nbytes for place, nbytes in layer.kept().items() if place not in weights)
 

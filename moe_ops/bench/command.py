@@ -27,11 +27,12 @@ from moe_ops.bench.problems import (
     find_problems,
     load_problems,
     problem_of_sizes,
+    read_scheme,
     unknown,
 )
 from moe_ops.brief import aligned
 from moe_ops.inspect.devices import GPUS, TARGETS, TargetDevice, target_named, target_of
-from moe_ops.scheme import SCHEMES, UNQUANTIZED, Scheme, get_scheme
+from moe_ops.scheme import SCHEMES, UNQUANTIZED, Scheme
 
 Value = TypeVar("Value")
 OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
@@ -201,11 +202,6 @@ def add_scheme_option(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,..",
         help=f"bf16 or among {SCHEME_NAMES} (default: that of --config, or bf16)",
     )
-
-
-def read_scheme(name: str) -> Scheme:
-    """The scheme called ``name``; ``bf16`` means unquantized, as in the benchmark records."""
-    return get_scheme("unquantized" if name == "bf16" else name)
 
 
 def recorded_name(scheme: Scheme) -> str:

@@ -68,13 +68,14 @@ def moe_ops_layer(experts: Experts, inputs: Inputs) -> Call:
 
 def plain_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
     """This library, with weights as they are given."""
-    keywords = {
+    keywords: dict[str, Any] = {
         "activation": experts.activation,
         "quant_config": experts.quant_config,
         "batch_invariant": batch_invariant,
     }
+    w1, w2 = experts.w1, experts.w2
     return lambda: moe_ops.fused_experts(
-        inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids, **keywords
+        inputs.x, w1, w2, inputs.topk_weights, inputs.topk_ids, **keywords
     )
 
 

@@ -33,7 +33,6 @@ from moe_ops.bench.command import (
 from moe_ops.bench.harness import captured, default_device, measure, record_path
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
-from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.host_experts import HostExperts, host_experts, store
 from moe_ops.residency import Amount, parse_amount
@@ -218,7 +217,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
 
 
 def _host_case(problem: Problem, experts: Experts, resident: Any, device: torch.device) -> HostCase:
-    config = experts.quant_config or NOT_QUANTIZED
+    config = experts.quant_config
     amounts = [Amount(problem.num_experts, problem.top_k, experts.bytes_per_expert)]
     (count,) = parse_amount("--resident", resident, amounts)
     weights = expert_weights(experts.w1, experts.w2, config)
