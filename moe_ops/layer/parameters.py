@@ -12,7 +12,7 @@ import torch
 
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX
-from moe_ops.scheme import WHOLE, FusedMoEQuantConfig, Quant, Scheme
+from moe_ops.scheme import FusedMoEQuantConfig, Quant, Scheme
 from moe_ops.scheme.quant_config import FIELDS
 
 
@@ -27,11 +27,7 @@ class FusedMoeWeightScaleSupported(Enum):
     @classmethod
     def of(cls, quant: Quant) -> FusedMoeWeightScaleSupported:
         """Return the value for a weight's `Quant`."""
-        if quant.per_tensor:
-            return cls.TENSOR
-        if quant.group.cols == WHOLE:
-            return cls.CHANNEL
-        return cls.GROUP if quant.group.rows == 1 else cls.BLOCK
+        return cls(quant.granularity)
 
 
 class ParameterSpec(NamedTuple):
@@ -95,7 +91,7 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
     halves = (2,) if which == "w13" and sizes.gated and not sizes.interleaved else ()
     shape = halves if quant.per_tensor else quant.weight_scale_shape(experts, n, k)[1:]
     parts = {
-        "scale": (shape, sizes.dtype if quant.scale == "input" else quant.scale_dtype),
+        "scale": (shape, quant.dtype_of_scales(sizes.dtype)),
         "zero_point": (quant.zero_point_shape(experts, n, k)[1:], torch.uint8),
         "channel_scale": ((n,), torch.float32),
         "global_scale": (halves, torch.float32),

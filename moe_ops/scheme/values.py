@@ -161,6 +161,18 @@ class Quant:
         return None if self.group.cols == WHOLE else self.group.cols
 
     @property
+    def granularity(self) -> str:
+        """What shares a scale: ``tensor``, ``channel`` (a row), ``group`` or ``block``."""
+        rows, cols = self.group
+        if cols == WHOLE:
+            return "channel" if rows == 1 else "tensor"
+        return "group" if rows == 1 else "block"
+
+    def dtype_of_scales(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the scales of a weight that had a ``dtype`` before it was quantized."""
+        return dtype if self.scale == "input" else self.scale_dtype
+
+    @property
     def per_row(self) -> bool:
         """Whether every row has one scale."""
         return self.group.rows == 1 and self.group.cols == WHOLE
