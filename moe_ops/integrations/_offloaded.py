@@ -20,7 +20,6 @@ from moe_ops.integrations import _fp8, _mxfp4, _peft, _reach, _torchao
 from moe_ops.integrations._experts import HOST, Weights, own_weights
 from moe_ops.integrations._layers import NAME, quantized_layer
 from moe_ops.offload.targets import FINDERS, HostTarget, LayerOnHost
-from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, store
 from moe_ops.residency import Amount
@@ -130,7 +129,7 @@ def _own(experts: Any) -> Weights:
 
 def _expert_weights(own: Weights) -> ExpertWeights:
     w1, w2, b1, b2 = (None if x is None else x.detach() for x in own[:4])
-    config = own.quant_config or NOT_QUANTIZED
+    config = own.quant_config
     return expert_weights(w1, w2, config, config.biases(b1, b2))  # type: ignore[arg-type]
 
 
@@ -159,8 +158,7 @@ def hold(
             for x, y in zip(weight[: len(STORED)], stored, strict=False):
                 if x is not None and y is not None and x.data_ptr() != y.data_ptr():
                     y.copy_(x)  # a product of parameters
-    config = _own(experts).quant_config or NOT_QUANTIZED
-    made = host_experts(held, config, resident, device)
+    made = host_experts(held, _own(experts).quant_config, resident, device)
     experts.__dict__[HOST], experts.__dict__[RESIDENT] = made, (resident, device)
     if not isinstance(experts, _OnHost):
         plain: Any = type(experts)
