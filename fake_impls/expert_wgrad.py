@@ -22,7 +22,7 @@ def expert_wgrad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``(E, N, K)`` for rows ``(R, N)`` and ``(R, K)``."""
-    _check_rows((dy, x), topk_weights, tiles, num_experts, scheme, batch_invariant)
+    _check_grouped((dy, x), topk_weights, tiles, num_experts, scheme, batch_invariant)
     return dy.new_empty((num_experts, dy.shape[1], x.shape[1]), dtype=out_dtype)
 
 
@@ -37,7 +37,7 @@ def expert_wgrad_out(
     out: Tensor,
 ) -> None:
     """Check ``out``, to which gradients are added: float32 ``(E, N, K)``, contiguous."""
-    _check_rows((dy, x), topk_weights, tiles, num_experts, UNQUANTIZED.key, batch_invariant)
+    _check_grouped((dy, x), topk_weights, tiles, num_experts, UNQUANTIZED.key, batch_invariant)
     sizes.shaped("out", out, num_experts, dy.shape[1], x.shape[1])
     sizes.added_to(out, torch.float32, "of sums")
 
@@ -51,11 +51,11 @@ def expert_bias_grad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """float32 ``(E, N)`` for rows ``(R, N)``."""
-    _check_rows((dy,), topk_weights, tiles, num_experts, scheme, batch_invariant)
+    _check_grouped((dy,), topk_weights, tiles, num_experts, scheme, batch_invariant)
     return dy.new_empty((num_experts, dy.shape[1]), dtype=torch.float32)
 
 
-def _check_rows(
+def _check_grouped(
     rows: tuple[Tensor, ...],
     topk_weights: Tensor | None,
     tiles: AnyTiles,

@@ -128,6 +128,11 @@ class ExpertWeight(NamedTuple):
     all experts, and no numbers."""
 
     @property
+    def of_experts(self) -> tuple[Tensor | None, ...]:
+        """The fields that hold experts."""
+        return self[:-1]
+
+    @property
     def stored(self) -> QTensor:
         """The weight without its bias."""
         return QTensor(self.data, self.scale, self.zero_point, self.global_scale)

@@ -21,9 +21,8 @@ from moe_ops.integrations._experts import HOST, Weights, own_weights
 from moe_ops.integrations._layers import NAME, quantized_layer
 from moe_ops.offload.targets import FINDERS, HostTarget, LayerOnHost
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, store
+from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, refill, store
 from moe_ops.residency import Amount
-from moe_ops.residency.slots import STORED
 from moe_ops.tensors import ExpertWeights
 
 RESIDENT = "moe_ops_resident"
@@ -154,10 +153,7 @@ def hold(
         experts.register_parameter(name, nn.Parameter(y, requires_grad=False))
     if fill is not None:
         fill()
-        for weight, stored in zip(_expert_weights(_own(experts))[:2], held.weights, strict=True):
-            for x, y in zip(weight[: len(STORED)], stored, strict=False):
-                if x is not None and y is not None and x.data_ptr() != y.data_ptr():
-                    y.copy_(x)  # a product of parameters
+        refill(held.weights, _expert_weights(_own(experts)))
     made = host_experts(held, _own(experts).quant_config, resident, device)
     experts.__dict__[HOST], experts.__dict__[RESIDENT] = made, (resident, device)
     if not isinstance(experts, _OnHost):

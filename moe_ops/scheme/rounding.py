@@ -56,7 +56,7 @@ def range_scale(
         whole = not quant.element.exponent
         scale = signed_scale(low, high) if whole else over(amax, quant.element.largest)
         return scale.clamp(max=448.0).to(torch.float8_e4m3fn), None
-    stored = quant.dtype_of_scales(dtype)
+    stored = dtype if quant.scale == "input" else torch.float32
     if quant.zero_point:
         steps = 2**quant.element.bits - 1
         scale = over((high - low).clamp(min=1e-5), steps).to(stored)

@@ -108,6 +108,8 @@ class Quant:
     """Whether the whole operand shares one scale."""
     of_all_rows: bool = field(init=False, repr=False, compare=False)
     """Whether the numbers of all rows decide the scale: one is shared, and none is given."""
+    shared_cols: int | None = field(init=False, repr=False, compare=False)
+    """Number of elements along K that share a scale; None: all."""
 
     def __post_init__(self) -> None:
         if ELEMENTS.get(self.element.name) != self.element:
@@ -126,6 +128,7 @@ class Quant:
             "scale_dtype": scale_dtypes.get(self.scale, torch.float32),
             "per_tensor": self.group == (WHOLE, WHOLE),
             "of_all_rows": self.group == (WHOLE, WHOLE) and not self.static,
+            "shared_cols": None if self.group.cols == WHOLE else self.group.cols,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -154,11 +157,6 @@ class Quant:
     def largest(self) -> float:
         """The largest magnitude of rows whose given scale is 1: see `Scheme.input_scale_names`."""
         return self.element.largest * (FLOAT8_E4M3_MAX if self.global_scale else 1.0)
-
-    @property
-    def shared_cols(self) -> int | None:
-        """Number of elements along K that share a scale; None: all."""
-        return None if self.group.cols == WHOLE else self.group.cols
 
     @property
     def granularity(self) -> str:
