@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.residency.host import HostMemory, padded_size
-from moe_ops.residency.slots import Residency, pairs_of
+from moe_ops.residency.slots import Residency, tensor_pairs
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig
 from moe_ops.tensors import ExpertWeight, ExpertWeights
 
@@ -78,7 +78,7 @@ def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
         held: the store.
     """
     for weight, stored in zip(weights[:2], held.weights, strict=True):
-        for w, y in pairs_of(weight, stored):
+        for w, y in tensor_pairs(weight, stored):
             if w.data_ptr() != x.data_ptr() or w.nbytes != x.nbytes:
                 continue
             if w.stride()[1:] == y.stride()[1:]:
@@ -91,7 +91,7 @@ def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
 def refill(held: Sequence[ExpertWeight], weights: ExpertWeights) -> None:
     """Copy to a store what does not lie in it: products of parameters."""
     for weight, stored in zip(weights[:2], held, strict=True):
-        for x, y in pairs_of(weight, stored):
+        for x, y in tensor_pairs(weight, stored):
             if x.data_ptr() != y.data_ptr():
                 y.copy_(x)
 

@@ -59,7 +59,7 @@ class Residency:
         self.ahead: tuple[AnyTiles, AnyTiles] | None = None
         """See `take_ahead`."""
         self.slots = tuple(_slots_of(weight, num_slots, device) for weight in store)
-        self.pairs = tuple(map(pairs_of, store, self.slots))
+        self.pairs = tuple(map(tensor_pairs, store, self.slots))
         rows = [self._rows(pairs) for pairs in self.pairs]
         self.chunks = tuple(each[-1][-1] for each in rows)
         """Chunks of one expert of each weight."""
@@ -125,7 +125,7 @@ class Residency:
         return OffloadStats(hits, misses, first + second, waves)
 
 
-def pairs_of(weight: ExpertWeight, other: ExpertWeight) -> list[Pair]:
+def tensor_pairs(weight: ExpertWeight, other: ExpertWeight) -> list[Pair]:
     """The tensors of a weight that hold experts, each with that of another: a store or slots."""
     both = zip(weight.of_experts, other.of_experts, strict=True)
     return [(x, y) for x, y in both if x is not None and y is not None]
