@@ -293,22 +293,22 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             raise ValueError("a1 must have at most max_num_tokens tokens, got more")
         raise ValueError(f"a1 must have at most max_num_tokens = {most} tokens, got {tokens}")
 
-    def rows_per_rank(self, a1: Tensor, a1_scale: Tensor | None) -> int:
+    def rows_per_rank(self, outgoing: Outgoing) -> int:
         """Return P, the number of rows of each rank that travel; the same on all ranks.
 
         With ``equal_num_tokens`` it is the number of tokens, which is compared on the device; else
         ``max_num_tokens`` if that is given. With neither, eager calls agree on the largest number
-        of tokens of a rank, for which the host waits, and compare their ``a1_scale`` scales too.
+        of tokens of a rank, for which the host waits, and compare the given scales of rows too.
         Compiled and captured calls cannot wait: they are calls with ``equal_num_tokens``.
 
         Args:
-            a1: the tokens of this rank.
-            a1_scale: the static scale of their rows, or None.
+            outgoing: the tokens of this rank.
 
         Raises:
             ValueError: more tokens than ``max_num_tokens``; scales that differ between ranks.
         """
-        tokens, most = a1.shape[0], self.max_num_tokens
+        a1, most = outgoing.a1, self.max_num_tokens
+        tokens = a1.shape[0]
         if most is not None:
             self.check_room(a1)
         if self.group.size == 1:
@@ -324,6 +324,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
                 "given",
             )
             return tokens
+        a1_scale = outgoing.input_scale
         if a1_scale is not None:
             facts = torch.cat([facts, a1_scale.reshape(1).double()])
         of_ranks = self.group.all_gather(facts[None]).tolist()

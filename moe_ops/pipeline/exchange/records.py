@@ -60,6 +60,11 @@ class Outgoing(NamedTuple):
     recorded: bool = False
     """Whether a backward pass may follow: what arrives is then `kept` and `arranged`."""
 
+    @property
+    def input_scale(self) -> Tensor | None:
+        """The given scale with which rows are quantized before they travel, if any."""
+        return None if self.quant is None else self.quant_config.input_scales[0]
+
 
 class Arrived(NamedTuple):
     """The tokens that have arrived, from all ranks."""
