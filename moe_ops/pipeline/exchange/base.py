@@ -214,6 +214,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         weighted = apply_router_weight_on_input and not recorded  # otherwise by `arranged`
         later = weighted and topk_ids.shape[1] > 1 and not self.sends_slots
         everywhere = later and quant is not None and quant.of_all_rows
+        before = None if later else quant
         x, router_weights = (a1.detach(), topk_weights.detach()) if recorded else (a1, topk_weights)
         receive = self.send(
             Outgoing(
@@ -224,10 +225,11 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
                 expert_map,
                 weighted and not later,
                 quant_config,
-                None if later else quant,
+                before,
                 everywhere,
                 adapters,
                 recorded,
+                None if before is None else quant_config.input_scales[0],
             )
         )
 

@@ -59,11 +59,8 @@ class Outgoing(NamedTuple):
     """int32 ``(T, 1)``: the tokens' adapters; None: nothing of adapters travels."""
     recorded: bool = False
     """Whether a backward pass may follow: what arrives is then `kept` and `arranged`."""
-
-    @property
-    def input_scale(self) -> Tensor | None:
-        """The given scale with which rows are quantized before they travel, if any."""
-        return None if self.quant is None else self.quant_config.input_scales[0]
+    input_scale: Tensor | None = None
+    """The given scale with which rows are quantized before they travel, if any."""
 
 
 class Arrived(NamedTuple):
