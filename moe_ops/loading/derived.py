@@ -48,8 +48,7 @@ def quantized_parts(
 def _fields(w: Tensor, scheme: Scheme) -> Iterator[tuple[str, str, Tensor]]:
     data, *rest = quantize_weight(w[None], scheme)
     yield "weight", "weight", data[0]
-    kinds = () if scheme.weight is None else scheme.weight.parts
-    for kind, x in zip(kinds, (x for x in rest if x is not None), strict=True):
+    for kind, x in zip(scheme.weight_parts, (x for x in rest if x is not None), strict=True):
         yield kind, SUFFIX[kind], x[0]
 
 

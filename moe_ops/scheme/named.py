@@ -178,6 +178,11 @@ class Scheme:
         )
 
     @property
+    def weight_parts(self) -> tuple[str, ...]:
+        """`Quant.parts` of weights; of weights that are not quantized, none."""
+        return () if self.weight is None else self.weight.parts
+
+    @property
     def block_shape(self) -> list[int] | None:
         """``[rows, cols]`` of a weight's block, as in vLLM; None if scales are not per block."""
         if self.weight is None or WHOLE in self.weight.group or self.weight.group.rows == 1:

@@ -208,8 +208,10 @@ FIELDS = {
 
 def _needed(scheme: Scheme) -> tuple[str, ...]:
     """The tensors that a scheme takes; every tensor that it takes is required."""
-    kinds = () if scheme.weight is None else scheme.weight.parts
-    return (*(name for kind in kinds for name in FIELDS[kind]), *scheme.input_scale_names)
+    return (
+        *(name for kind in scheme.weight_parts for name in FIELDS[kind]),
+        *scheme.input_scale_names,
+    )
 
 
 def _flatten(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:
