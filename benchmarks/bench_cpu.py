@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -175,17 +175,14 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all cases."""
-    args, number = options(arguments), 0
+    args = options(arguments)
     path = args.output and args.output / "cpu.json"
+    recorder = command.Recorder(path, KEY, command.Lines(WIDTHS))
     for dtype in args.dtypes:
         both = models(DTYPES[dtype], args.layers)
         for mode, step in product(args.modes, args.steps):
-            row = measured(both, (step, dtype, mode), args.seconds, args.rounds)
-            command.print_row(asdict(row), WIDTHS, head=number == 0)
-            number += 1
-            if path:
-                harness.write_rows(path, [row], KEY)
-    return command.conclude(number, path, [])
+            recorder.add([measured(both, (step, dtype, mode), args.seconds, args.rounds)])
+    return recorder.conclude()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,17 +121,7 @@ def ready(
     call: Callable[[], Tensor], device: torch.device, warm_ups: int, *, captured: bool
 ) -> Callable[[], Any]:
     """A step that has run ``warm_ups`` times; a replay of its CUDA graph if it is ``captured``."""
-    run: Callable[[], Any] = call
-    if captured:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        run = graph.replay
+    run: Callable[[], Any] = harness.captured(call, device, 1)[0] if captured else call
     for _ in range(warm_ups):
         run()
     if device.type == "cuda":
@@ -263,10 +253,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = command.Parser(None, __doc__ or "")
     add, text = parser.add_argument, "(default: %(default)s)"
-    schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
     lists = {
         "models": ("model", {n: n for n in SPECS}, ",".join(CASES if cuda else TINY_CASES)),
-        "schemes": ("scheme", schemes, None),
+        "schemes": ("scheme", command.RECORDED, None),
         "routings": ("routing", {n: n for n in ROUTINGS}, ",".join(ROUTINGS)),
         "impls": ("implementation", {n: n for n in IMPLS}, ",".join(IMPLS)),
     }
@@ -311,10 +300,11 @@ def cases_of(args: argparse.Namespace) -> Iterator[tuple[str, str, float]]:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all requested cases within the time budget; returns 1 after a failure."""
-    args, started, device = options(arguments), time.monotonic(), harness.default_device()
-    path, number, failed = harness.record_path(args.output, "host_models.json"), 0, []
+    args, device = options(arguments), harness.default_device()
+    path = harness.record_path(args.output, "host_models.json")
+    recorder = command.Recorder(path, KEY, command.Lines(WIDTHS), args.time_budget_s)
     for name, scheme, share in cases_of(args):
-        if time.monotonic() - started > args.time_budget_s:
+        if recorder.out_of_time():
             print(f"no time left for {name} in {scheme}, and the rest")
             break
         try:
@@ -324,16 +314,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 name, model, scheme, share, args.batches, args.routings, args.context, args.steps
             )
             for row in run_case(case, args.impls):
-                command.print_row(asdict(row), WIDTHS, head=number == 0)
-                number += 1
-                if path:
-                    harness.write_rows(path, [row], KEY)
+                recorder.add([row])
         except Exception as error:  # one failure must not lose the rows of other cases
             traceback.print_exc()
-            failed.append(f"{name} {scheme}: {bench_models.first_line(error)}")
+            recorder.failed.append(f"{name} {scheme}: {bench_models.first_line(error)}")
         model = case = None  # noqa: F841 (its memory is needed)
         bench_models.release()
-    return command.conclude(number, path, failed)
+    return recorder.conclude()
 
 
 if __name__ == "__main__":

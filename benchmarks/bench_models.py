@@ -11,9 +11,7 @@ import argparse
 import gc
 import json
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -24,16 +22,16 @@ import transformers
 import whole_models
 from whole_models import HF_MXFP4, IMPLS, MXFP4, OURS, SPECS, Impl, Step
 
-import moe_ops
 from moe_ops.bench.command import (
+    RECORDED,
+    Lines,
     Parser,
+    Recorder,
     add_time_budget,
     checked,
-    conclude,
     count,
     named_choice,
     one_or_more,
-    print_row,
     progress,
 )
 from moe_ops.bench.harness import (
@@ -44,7 +42,6 @@ from moe_ops.bench.harness import (
     measure,
     record_path,
     relative_error,
-    write_rows,
 )
 
 MODEL_KEY = ("model", "layers", "phase", "M", "scheme", "impl", "mode")
@@ -223,13 +220,13 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def run_part(part: Part, context: int, out_of_time: Callable[[], bool]) -> Iterator[ModelRow | str]:
-    """Rows of one part, and texts of the cases that failed."""
+def run_part(part: Part, context: int, recorder: Recorder) -> None:
+    """Record the rows of one part."""
     device = default_device()
     reasons = {case: skip_reason(part, case, device) for case in part.cases}
-    yield from (part.row(case, skipped=why) for case, why in reasons.items() if why)
+    recorder.add([part.row(case, skipped=why) for case, why in reasons.items() if why])
     part = part._replace(cases=[case for case, why in reasons.items() if not why])
-    if not part.cases or out_of_time():
+    if not part.cases or recorder.out_of_time():
         return
     progress(f"making {part.model} with {part.layers} layers for {part.impl.name}, {part.scheme}")
     try:
@@ -237,20 +234,19 @@ def run_part(part: Part, context: int, out_of_time: Callable[[], bool]) -> Itera
         expected = references(model, part, context)
         whole_models.prepare(model, part.impl, part.scheme, SPECS[part.model].stored)
     except CANNOT as error:
-        yield from (part.row(case, skipped=first_line(error)) for case in part.cases)
+        recorder.add([part.row(case, skipped=first_line(error)) for case in part.cases])
         return
     for case in part.cases:
-        if out_of_time():
+        if recorder.out_of_time():
             return
         name = " ".join(map(str, (part.model, part.impl.name, part.scheme, *case)))
         progress(name)
-        try:
-            yield time_case(part, model, case, context, expected)
-        except torch.OutOfMemoryError as error:
-            yield part.row(case, skipped=first_line(error))
-        except Exception:  # one failure must not lose the rows of other cases
-            traceback.print_exc()
-            yield name
+        with recorder.attempt(name):
+            try:
+                row = time_case(part, model, case, context, expected)
+            except torch.OutOfMemoryError as error:
+                row = part.row(case, skipped=first_line(error))
+            recorder.add([row])
 
 
 CANNOT = (NotImplementedError, ImportError, MemoryError, torch.OutOfMemoryError)
@@ -268,11 +264,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = Parser(None, __doc__ or "")
     add = command.add_argument
     real = ("qwen3-30b-a3b", "gpt-oss-120b")
-    schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
     lists = {
         "--model": ("models", named_choice("model", {n: n for n in SPECS}),
                     ",".join(real if cuda else [n for n in SPECS if n not in real])),
-        "--scheme": ("schemes", named_choice("scheme", schemes), ",".join(SCHEMES)),
+        "--scheme": ("schemes", named_choice("scheme", RECORDED), ",".join(SCHEMES)),
         "--impls": ("impls", named_choice("implementation", IMPLS), ",".join(IMPLS)),
         "--modes": ("modes", named_choice("mode", {n: n for n in MODES}), ",".join(MODES)),
         "--batches": ("batches", count, "1,8,64" if cuda else "1,3"),
@@ -305,28 +300,20 @@ def keys_in(path: Path | None) -> set[tuple[Any, ...]]:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all requested cases within the time budget; returns 1 after a failure."""
-    args, started = options(arguments), time.monotonic()
+    args = options(arguments)
     path = record_path(args.output, "models.json")
-    count, failed = 0, []
-
-    def out_of_time() -> bool:
-        return time.monotonic() - started > args.time_budget_s
-
+    recorder = Recorder(path, MODEL_KEY, Lines(WIDTHS, _cells), args.time_budget_s)
     for part in planned(args, keys_in(path) if args.missing else set()):
-        if out_of_time():
+        if recorder.out_of_time():
             print(f"no time left for {part.model}, {part.impl.name}, {part.scheme}, and the rest")
             break
-        for row in run_part(part, args.context, out_of_time):
-            if isinstance(row, str):
-                failed.append(row)
-                continue
-            peak_gb = row.peak_bytes and row.peak_bytes / 1e9
-            print_row({**asdict(row), "peak_gb": peak_gb}, WIDTHS, head=count == 0)
-            count += 1
-            if path:
-                write_rows(path, [row], MODEL_KEY)
+        run_part(part, args.context, recorder)
         release()
-    return conclude(count, path, failed)
+    return recorder.conclude()
+
+
+def _cells(row: ModelRow) -> dict[str, Any]:
+    return {**asdict(row), "peak_gb": row.peak_bytes and row.peak_bytes / 1e9}
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +21,16 @@ from cold_start import MODULES
 from peers import PEERS
 
 import moe_ops
-from moe_ops.bench.command import conclude, named_choice, one_or_more, parser, print_row
-from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path, write_rows
+from moe_ops.bench.command import (
+    RECORDED,
+    Lines,
+    Recorder,
+    named_choice,
+    one_or_more,
+    parser,
+    recorded_name,
+)
+from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path
 from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
 from moe_ops.bench.peers import available
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem, make_experts, make_inputs
@@ -77,8 +84,7 @@ class Case(NamedTuple):
 
     def row(self, impl: str, measure: str, value: float, **rest: Any) -> Overhead:
         """The record row of a number measured for an implementation."""
-        name, tokens = self.experts.scheme.name, len(self.inputs.x)
-        scheme = "bf16" if name == "unquantized" else name
+        scheme, tokens = recorded_name(self.experts.scheme), len(self.inputs.x)
         return Overhead(
             scheme, self.problem.name, tokens, impl, self.routing, measure, value, **rest
         )
@@ -171,11 +177,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if torch.cuda.is_available():
         command.set_defaults(problems=MODELS)
     usable = [*OURS, "moe_ops-compiled", *available()]
-    schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
     command.add_argument(
         *("--scheme", "--schemes"),
         dest="schemes",
-        type=one_or_more(named_choice("scheme", schemes)),
+        type=one_or_more(named_choice("scheme", RECORDED)),
         default="bf16",
         metavar="NAME,..",
         help="bf16 or names in moe_ops.SCHEMES, which are measured warm (default: %(default)s)",
@@ -221,25 +226,17 @@ def planned(args: argparse.Namespace) -> Iterator[tuple[Case, str, Callable[...,
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all requested measurements within the time budget; returns 1 after a failure."""
-    args, started = options(arguments), time.monotonic()
+    args, skipped = options(arguments), 0
     path = record_path(args.output, "overheads.json")
-    count, skipped, failed = 0, 0, []
+    recorder = Recorder(path, OVERHEAD_KEY, Lines(WIDTHS), args.time_budget_s)
     for case, impl, measure in planned(args):
-        if time.monotonic() - started > args.time_budget_s:
+        if recorder.out_of_time():
             skipped += 1
             continue
-        try:
-            rows = list(measure(case, impl))
-        except Exception:  # one failure must not lose the rows of other measurements
-            traceback.print_exc()
-            failed.append(f"{impl} {case.problem.name} {len(case.inputs.x)} {measure.__name__}")
-            continue
-        for row in rows:
-            print_row(asdict(row), WIDTHS, head=count == 0)
-            count += 1
-        if path:
-            write_rows(path, rows, OVERHEAD_KEY)
-    return conclude(count, path, failed, f"; {skipped} cases skipped for lack of time")
+        name = f"{impl} {case.problem.name} {len(case.inputs.x)} {measure.__name__}"
+        with recorder.attempt(name):
+            recorder.add(list(measure(case, impl)))
+    return recorder.conclude(f"; {skipped} cases skipped for lack of time")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,7 +38,7 @@ from peers.trained import (
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import conclude, named_choice, one_or_more, parser, print_row, progress
+from moe_ops.bench.command import Recorder, named_choice, one_or_more, parser, print_row, progress
 from moe_ops.bench.harness import (
     KEY,
     Row,
@@ -50,7 +48,6 @@ from moe_ops.bench.harness import (
     peak_bytes,
     record_path,
     relative_error,
-    write_rows,
 )
 from moe_ops.bench.layer import SAMPLED_TOKENS
 from moe_ops.bench.problems import SEED, Experts, Inputs, Problem, make_experts, make_inputs
@@ -214,7 +211,7 @@ def saved_bytes(layer: Differentiable, case: Case) -> int:
     """Bytes of storages that autograd holds after forward, without weights and given adapters."""
     experts, config = case.experts, case.experts.quant_config
     operands = [experts.w1, experts.w2, *case.factors.values()]
-    operands += [] if config is None else [t for t in config.tensors if t is not None]
+    operands += [t for t in config.tensors if t is not None]
     weights = set(map(address, operands))
     return sum(nbytes for place, nbytes in layer.kept().items() if place not in weights)
 
@@ -413,24 +410,19 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all requested cases within the time budget; returns 1 after a failure."""
-    args, started = options(arguments), time.monotonic()
+    args = options(arguments)
     path = record_path(args.output, "training.json")
-    count, failed = 0, []
+    recorder = Recorder(path, TRAINING_KEY, print_times, args.time_budget_s)
     for case in planned(args):
         done: list[TrainingRow] = []
         for impl in args.impls:
-            if time.monotonic() - started > args.time_budget_s:
+            if recorder.out_of_time():
                 break
-            try:
+            name = f"{impl} {case.scheme} {case.trained} {len(case.inputs.x)}"
+            with recorder.attempt(name):
                 done += rows_of(case, impl, args.modes)
-            except Exception:  # one failure must not lose the rows of other cases
-                traceback.print_exc()
-                failed.append(f"{impl} {case.scheme} {case.trained} {len(case.inputs.x)}")
-            if path and done:
-                write_rows(path, done, TRAINING_KEY)
-        print_times(done, head=count == 0)
-        count += len(done)
-    return conclude(count, path, failed)
+        recorder.add(done)
+    return recorder.conclude()
 
 
 if __name__ == "__main__":

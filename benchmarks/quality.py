@@ -60,7 +60,11 @@ class QuantizedExperts(nn.Module):
         w1, w2 = (moe_ops.quantize_weight(w, scheme) for w in weights)
         stored = [x for x in (*w1, *w2) if x is not None]
         self.bytes_per_expert = sum(x.nbytes for x in stored) / len(w1.data)
-        scales = _static_scales(scheme.activation, peaks, w1.data.device)
+        device = w1.data.device
+        scales = {
+            name: torch.tensor([peak / scheme.quants[0].largest], device=device)
+            for name, peak in zip(scheme.input_scale_names, peaks, strict=False)
+        }
         self.config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2, **scales)
         self.w1, self.w2 = (w.data.float() if scheme.weight is None else w.data for w in (w1, w2))
 
@@ -69,21 +73,6 @@ class QuantizedExperts(nn.Module):
         return moe_ops.fused_experts(
             x, self.w1, self.w2, topk_weights, topk_ids, quant_config=self.config
         )
-
-
-def _static_scales(
-    activation: moe_ops.Quant | None, peaks: Peaks, device: torch.device
-) -> dict[str, Tensor]:
-    """Static or global activation scales of a scheme, which map peaks to the largest numbers."""
-    if activation is None or not (activation.static or activation.global_scale):
-        return {}
-    largest, name = activation.element.largest, "scale"
-    if activation.global_scale:
-        largest, name = largest * moe_ops.scheme.FLOAT8_E4M3_MAX, "gscale"
-    return {
-        f"a{i}_{name}": torch.tensor([peak / largest], device=device)
-        for i, peak in enumerate(peaks, start=1)
-    }
 
 
 class Sums:

@@ -16,7 +16,6 @@ except ImportError:  # a table needs none
 from tables import Record, markdown
 
 from moe_ops import Quant, get_scheme
-from moe_ops.scheme import WHOLE
 
 RESULTS = Path(__file__).with_name("results")
 LEGEND = """\
@@ -69,12 +68,8 @@ def describe(quant: Quant | None) -> str:
     if quant is None:
         return "-"
     rows, cols = quant.group
-    if quant.per_tensor:
-        group = "tensor"
-    elif cols == WHOLE:
-        group = "row"
-    else:
-        group = f"{rows} x {cols}" if rows > 1 else str(cols)
+    groups = {"tensor": "tensor", "channel": "row", "group": str(cols), "block": f"{rows} x {cols}"}
+    group = groups[quant.granularity]
     more = [quant.scale] if quant.scale in ("pow2", "e8m0", "e4m3") else []
     more += [name for name in ("static", "zero_point") if getattr(quant, name)]
     return f"{quant.element.name} / {group}{''.join(f', {m}' for m in more)}".replace("_p", " p")

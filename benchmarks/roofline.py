@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 
-import moe_ops
 from moe_ops.bench.harness import HARDWARE
-from moe_ops.bench.problems import Problem, load_problems
+from moe_ops.bench.problems import Problem, load_problems, read_scheme
 from moe_ops.inspect.costs import math_of
 from moe_ops.scheme import Scheme
 
@@ -72,11 +71,6 @@ class Roof(NamedTuple):
         return self.tflop_per_s / self.tb_per_s
 
 
-def scheme_of(name: str) -> Scheme:
-    """The scheme of a name in a record."""
-    return moe_ops.get_scheme("unquantized" if name == "bf16" else name)
-
-
 def work_of(problem: Problem, scheme: Scheme, tokens: int, active_experts: int) -> Work:
     """The work of one call with tokens in bf16; per-expert scales are not counted."""
     hidden, inner = problem.hidden_size, problem.intermediate_size
@@ -95,7 +89,7 @@ def points_of(rows: Iterable[dict[str, Any]]) -> list[Point]:
             row["M"],
             work_of(
                 problems[row["shape"]],
-                scheme_of(row["scheme"]),
+                read_scheme(row["scheme"]),
                 row["M"],
                 row["config"]["active_experts"],
             ),
@@ -113,7 +107,7 @@ def roof_of(gpu: str, scheme: Scheme) -> Roof | None:
 
 def plot(rows: list[dict[str, Any]], gpu: str, title: str, path: Path) -> None:
     """Draw one figure of the rows of one scheme and routing: flops and bytes per second."""
-    points, roof = points_of(rows), roof_of(gpu, scheme_of(rows[0]["scheme"]))
+    points, roof = points_of(rows), roof_of(gpu, read_scheme(rows[0]["scheme"]))
     shapes = sorted({point.shape for point in points})
     impls = sorted({point.impl for point in points}, key=lambda impl: (impl != OURS, impl))
     figure, axes = plt.subplots(1, 2, figsize=(16, 6.5), layout="constrained")

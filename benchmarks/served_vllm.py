@@ -17,10 +17,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from continuations import Written, compare
 from tables import OURS
 
 from moe_ops.bench import command
-from moe_ops.bench.harness import default_output, record_path, write_rows
+from moe_ops.bench.harness import default_output, record_path
 
 MARK = "REPLY "
 """What a line of an engine that is no log begins with."""
@@ -327,33 +326,30 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve all cases within the time budget; returns 1 after a failure."""
-    args, begun = options(arguments), time.monotonic()
+    args = options(arguments)
     path = record_path(args.output, "served_vllm.json")
+    recorder = command.Recorder(path, KEY, command.Lines(WIDTHS), args.time_budget_s)
     args.logs.mkdir(parents=True, exist_ok=True)
     ranks = args.gpus if args.parallel == "data" else 1
     servers = [Server(impl, args.logs / f"{impl}.log", ranks) for impl in args.impls]
-    rows, failed = 0, []
     for case in args.cases:
-        if time.monotonic() - begun > args.time_budget_s:
+        if recorder.out_of_time():
             print(f"no time left for {case}, and the rest")
             break
         case = case._replace(layers=min(case.layers, args.layers or case.layers))
         command.progress(f"{case}, {case.layers} layers")
-        serving = started(case, servers, args, failed)
+        serving = started(case, servers, args, recorder.failed)
         try:
             for row in measured(case, serving, args):
-                command.print_row(asdict(row), WIDTHS, head=rows == 0)
-                rows += 1
-                if path:
-                    write_rows(path, [row], KEY)
+                recorder.add([row])
         except RuntimeError as error:
-            failed.append(f"{case}: {error}")
+            recorder.failed.append(f"{case}: {error}")
         for server in servers:
             with suppress(RuntimeError):
                 server.ask("stop")
     for server in servers:
         server.end()
-    return command.conclude(rows, path, failed, f"; logs in {args.logs}")
+    return recorder.conclude(f"; logs in {args.logs}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ them: the layer runs once, and `recorded` keeps its calls. Nothing of the choice
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,8 +19,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops import ops
-from moe_ops.bench.command import parser, print_row
-from moe_ops.bench.harness import Row, default_device, floor_us, measure, record_path, write_rows
+from moe_ops.bench.command import Lines, Recorder, parser
+from moe_ops.bench.harness import KEY, Row, default_device, floor_us, measure, record_path
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
 from moe_ops.dispatch.device import Device, device_facts
@@ -162,22 +161,16 @@ def main(stage: str, make_cases: MakeCases, schemes: Sequence[str] = ("bf16",)) 
     """Time the cases of every requested shape, scheme, routing and number of tokens."""
     description = f"Time the operators of the stage {stage}."
     args = parser(description, tokens=TOKENS, cpu_tokens="1,64", models=MODELS).parse_args()
-    device, started = default_device(), time.monotonic()
-    path = record_path(args.output, "stages.json")
-    head = True
+    device, path = default_device(), record_path(args.output, "stages.json")
+    recorder = Recorder(path, KEY, Lines(WIDTHS, _cells), args.time_budget_s)
     for problem, scheme in product(args.problems, schemes):
         for routing, tokens in product(args.routing, args.tokens):
-            if time.monotonic() - started > args.time_budget_s:
+            if recorder.out_of_time():
                 print(f"no time left for {scheme}, {problem.name}, {tokens} tokens, and the rest")
                 return
             layer = Layer(problem, scheme, make_inputs(problem, tokens, routing, device))
-            rows = []
             for case in make_cases(layer):
-                rows.append(_row(case, layer, routing))
-                _print(rows[-1], head=head)
-                head = False
-            if path and rows:
-                write_rows(path, rows)
+                recorder.add([_row(case, layer, routing)])
 
 
 def plan_of(case: Case, device: Device) -> GemmPlan | None:
@@ -212,11 +205,11 @@ def _row(case: Case, layer: Layer, routing: str) -> StageRow:
     )
 
 
-def _print(row: StageRow, *, head: bool) -> None:
-    cells = {
+def _cells(row: StageRow) -> dict[str, Any]:
+    return {
+        **asdict(row),
         "GB/s": row.gb_per_s,
         "TFLOP/s": row.tflop_per_s or None,
         "bound_us": row.floor_us,
         "of bound": row.floor_us and row.floor_us / row.time_us,
     }
-    print_row({**asdict(row), **cells}, WIDTHS, head=head)

@@ -22,9 +22,7 @@ def expert_wgrad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``(E, N, K)`` for rows ``(R, N)`` and ``(R, K)``."""
-    rule = gemm_rule(scheme, dy, tiles, batch_invariant)
-    slots = sizes.planned((dy, x), tiles, num_experts, rule)
-    sizes.entries("topk_weights", topk_weights, slots)
+    _check_grouped((dy, x), topk_weights, tiles, num_experts, scheme, batch_invariant)
     return dy.new_empty((num_experts, dy.shape[1], x.shape[1]), dtype=out_dtype)
 
 
@@ -39,9 +37,7 @@ def expert_wgrad_out(
     out: Tensor,
 ) -> None:
     """Check ``out``, to which gradients are added: float32 ``(E, N, K)``, contiguous."""
-    rule = gemm_rule(UNQUANTIZED.key, dy, tiles, batch_invariant)
-    slots = sizes.planned((dy, x), tiles, num_experts, rule)
-    sizes.entries("topk_weights", topk_weights, slots)
+    _check_grouped((dy, x), topk_weights, tiles, num_experts, UNQUANTIZED.key, batch_invariant)
     sizes.shaped("out", out, num_experts, dy.shape[1], x.shape[1])
     sizes.added_to(out, torch.float32, "of sums")
 
@@ -55,10 +51,22 @@ def expert_bias_grad(
     batch_invariant: bool = False,
 ) -> Tensor:
     """float32 ``(E, N)`` for rows ``(R, N)``."""
-    rule = gemm_rule(scheme, dy, tiles, batch_invariant)
-    slots = sizes.planned((dy,), tiles, num_experts, rule)
-    sizes.entries("topk_weights", topk_weights, slots)
+    _check_grouped((dy,), topk_weights, tiles, num_experts, scheme, batch_invariant)
     return dy.new_empty((num_experts, dy.shape[1]), dtype=torch.float32)
+
+
+def _check_grouped(
+    rows: tuple[Tensor, ...],
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    num_experts: int,
+    scheme: str,
+    batch_invariant: bool,
+) -> None:
+    """Check rows that a plan groups by expert, and their router weights."""
+    rule = gemm_rule(scheme, rows[0], tiles, batch_invariant)
+    slots = sizes.planned(rows, tiles, num_experts, rule)
+    sizes.entries("topk_weights", topk_weights, slots)
 
 
 def slot_products(

@@ -30,12 +30,11 @@ from moe_ops.bench.command import (
     finite_number,
     gpu_named,
     progress,
-    read_scheme,
 )
 from moe_ops.bench.compile_ahead import CompileAhead, usable_cores
 from moe_ops.bench.gemm_clock import GemmClock
 from moe_ops.bench.harness import CONSOLE_SCRIPT, run_header
-from moe_ops.bench.problems import Problem
+from moe_ops.bench.problems import Problem, read_scheme
 from moe_ops.bench.tuning_record import record_entry
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts

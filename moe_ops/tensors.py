@@ -127,6 +127,16 @@ class ExpertWeight(NamedTuple):
     experts are on the device. With a table, the tensors above have the shapes, dtypes and device of
     all experts, and no numbers."""
 
+    @property
+    def of_experts(self) -> tuple[Tensor | None, ...]:
+        """The fields that hold experts."""
+        return self[:-1]
+
+    @property
+    def stored(self) -> QTensor:
+        """The weight without its bias."""
+        return QTensor(self.data, self.scale, self.zero_point, self.global_scale)
+
 
 AnyWeight = Sequence[Any]
 """An `ExpertWeight`, or the list of its fields that operators take: tensors and None."""

@@ -176,10 +176,9 @@ def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
     """A weight as ``(E, K, N)``, and its precision configuration."""
     ogs, _, _, tensor, layouts = map(import_module, _PARTS)
     arranged = alternating if number == 0 else torch.Tensor.contiguous
-    if experts.stored is None:
-        w = (experts.w1, experts.w2)[number]
-        return arranged(w).transpose(1, 2), ogs.PrecisionConfig()
     weight = experts.stored[number]
+    if weight.scale is None:
+        return arranged(weight.data).transpose(1, 2), ogs.PrecisionConfig()
     data, scale = (arranged(t).transpose(1, 2) for t in (weight.data, weight.scale))
     layout, options = layouts.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     w = tensor.convert_layout(tensor.wrap_torch_tensor(data, dtype=tensor.FP4), layout, **options)

@@ -117,8 +117,7 @@ def gemm(scheme: str, weight: Any, slots: int) -> Gemm:
 def humming(experts: Experts, inputs: Inputs) -> Call:
     """Humming's GEMMs between vLLM's alignment of slots and vLLM's sum, as vLLM 0.33 runs them."""
     ids, weights, top_k = inputs.topk_ids, inputs.topk_weights, inputs.topk_ids.shape[1]
-    stored = experts.stored or ()
-    first, second = (gemm(experts.scheme.name, weight, ids.numel()) for weight in stored)
+    first, second = (gemm(experts.scheme.name, weight, ids.numel()) for weight in experts.stored)
     align = import_module(f"{vllm.LAYERS}.moe_align_block_size").moe_align_block_size
     add = import_module(f"{vllm.LAYERS}.moe_fused_mul_sum").moe_fused_mul_sum
     names = ("sorted_ids", "expert_ids", "num_tokens_padded")

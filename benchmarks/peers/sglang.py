@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_ops.bench.problems import Call, Experts, Inputs
-from moe_ops.scheme import dequantize_weight, get_scheme
+from moe_ops.scheme import UNQUANTIZED, QTensor, dequantize_weight
 from peers.installed import lacks, named, package, reason
 
 MOE = "sglang.srt.layers.moe"
@@ -108,15 +108,15 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
 def quant_info(experts: Experts) -> Any:
     """The weights' ``TritonMoeQuantInfo``, or a subclass of the plug-in, on the same memory."""
     made, tensors = named(INFOS.get(experts.scheme.name, TRITON_INFO)), {}
-    for which, weight in zip(("w13", "w2"), experts.stored or (), strict=False):
+    for which, weight in zip(("w13", "w2"), experts.stored, strict=True):
         tensors |= {f"{which}_scale": weight.scale, f"{which}_zp": weight.zero_point}
     return made(experts.w1, experts.w2, **_flags(experts), **tensors)
 
 
 def in_bf16(experts: Experts) -> Experts:
     """MXFP4 weights as SGLang's method of gpt-oss gives them to the Triton runner, dequantized."""
-    w1, w2 = (dequantize_weight(q, experts.scheme, torch.bfloat16) for q in experts.stored or ())
-    return Experts(get_scheme("unquantized"), w1, w2, activation=experts.activation)
+    w1, w2 = (dequantize_weight(q, experts.scheme, torch.bfloat16) for q in experts.stored)
+    return Experts.of(UNQUANTIZED, QTensor(w1), QTensor(w2), experts.activation)
 
 
 HELD: dict[str, Callable[[Experts], Experts]] = {"mxfp4_w4a16": in_bf16}

@@ -72,16 +72,15 @@ def _has_operator(namespace: str, name: str) -> bool:
 def triton(experts: Experts, inputs: Inputs) -> Call:
     """The Triton ``fused_experts`` of vLLM."""
     run = import_module(f"{LAYERS}.fused_moe").fused_experts
-    options = {} if experts.stored is None else {"quant_config": quant_config(experts)}
-    return lambda: run(
-        inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids, **options
-    )
+    options = {} if experts.scheme.weight is None else {"quant_config": quant_config(experts)}
+    w1, w2 = experts.w1, experts.w2
+    return lambda: run(inputs.x, w1, w2, inputs.topk_weights, inputs.topk_ids, **options)
 
 
 def quant_config(experts: Experts, **changes: Any) -> Any:
     """The weights' ``FusedMoEQuantConfig`` of vLLM, with further arguments."""
     module = import_module(f"{LAYERS}.config")
-    if experts.stored is None:
+    if experts.scheme.weight is None:
         return module.FusedMoEQuantConfig.make()
     name, more = (CONFIGS | MXFP4)[experts.scheme.name]
     scales = {f"w{i}_scale": weight.scale for i, weight in enumerate(experts.stored, 1)}
@@ -93,7 +92,7 @@ def marlin(experts: Experts, inputs: Inputs) -> Call:
     run = import_module(f"{LAYERS}.experts.marlin_moe").fused_marlin_moe
     types = import_module("vllm.scalar_type").scalar_types
     element = getattr(types, MARLIN_ELEMENTS[experts.scheme.name]).id
-    weights, scales = zip(*map(_marlin_weight, experts.stored or ()), strict=True)
+    weights, scales = zip(*map(_marlin_weight, experts.stored), strict=True)
     routing = (inputs.topk_weights, inputs.topk_ids, element)
     return lambda: run(inputs.x, *weights, None, None, *scales, *routing)
 
@@ -207,8 +206,8 @@ def _layer(experts: Experts) -> nn.Module:
     """Weights and scales under the names of vLLM's layers."""
     layer = nn.Module()
     tensors: dict[str, Tensor] = {"w13_weight": experts.w1, "w2_weight": experts.w2}
-    if experts.stored is not None:
-        for name, weight in zip(("w13", "w2"), experts.stored, strict=True):
+    for name, weight in zip(("w13", "w2"), experts.stored, strict=True):
+        if weight.scale is not None:
             tensors[f"{name}_weight_scale"] = weight.scale
     for name, tensor in tensors.items():
         layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -159,7 +159,7 @@ def served(backend: str, experts: Experts, inputs: Inputs) -> Call:
     config = vllm.moe_config(experts, inputs, moe_backend=backend)
     method = scheme.make(config)
     tensors: dict[str, Tensor] = {}
-    for which, q in zip(("w13", "w2"), experts.stored or (), strict=True):
+    for which, q in zip(("w13", "w2"), experts.stored, strict=True):
         tensors.update(scheme.tensors(which, q))
     layer = layer_of(method, config, tensors)
     method.process_weights_after_loading(layer)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from moe_ops import checks
-from moe_ops.bench.harness import CONSOLE_SCRIPT, default_output
+from moe_ops.bench.harness import CONSOLE_SCRIPT, default_output, write_rows
 from moe_ops.bench.model_config import read_config
 from moe_ops.bench.problems import (
     ROUTINGS,
@@ -23,11 +27,12 @@ from moe_ops.bench.problems import (
     find_problems,
     load_problems,
     problem_of_sizes,
+    read_scheme,
     unknown,
 )
 from moe_ops.brief import aligned
 from moe_ops.inspect.devices import GPUS, TARGETS, TargetDevice, target_named, target_of
-from moe_ops.scheme import SCHEMES, Scheme, get_scheme
+from moe_ops.scheme import SCHEMES, UNQUANTIZED, Scheme
 
 Value = TypeVar("Value")
 OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
@@ -36,6 +41,8 @@ OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
 }
 """Options that describe one layer without a known name: reader, metavar and help."""
 SCHEME_NAMES = ", ".join(SCHEMES)
+RECORDED = {name: name for name in ("bf16", *SCHEMES) if name != UNQUANTIZED.name}
+"""The schemes by their names in the benchmark records."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -197,11 +204,6 @@ def add_scheme_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_scheme(name: str) -> Scheme:
-    """The scheme called ``name``; ``bf16`` means unquantized, as in the benchmark records."""
-    return get_scheme("unquantized" if name == "bf16" else name)
-
-
 def recorded_name(scheme: Scheme) -> str:
     """The name of a scheme in the benchmark records."""
     return "bf16" if scheme.weight is None else scheme.name
@@ -295,12 +297,73 @@ def print_row(cells: dict[str, Any], widths: dict[str, int], *, head: bool = Fal
     print(aligned(lines, widths=[*widths.values()]), flush=True)
 
 
-def conclude(count: int, path: Path | None, failed: Sequence[str], more: str = "") -> int:
-    """Print how many rows were recorded and what failed; returns the status of the command."""
-    print(f"\n{count} rows{f' in {path}' if path else ''}{more}")
-    if failed:
-        print("failed: " + "; ".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+class Lines:
+    """Prints a line per row.
+
+    Args:
+        widths: the columns and their widths.
+        cells: from a row to its columns.
+    """
+
+    def __init__(
+        self, widths: dict[str, int], cells: Callable[[Any], dict[str, Any]] = asdict
+    ) -> None:
+        self.widths, self.cells = widths, cells
+
+    def __call__(self, rows: Sequence[Any], *, head: bool) -> None:
+        """Print rows, with ``head`` the names of the columns above them."""
+        for number, row in enumerate(rows):
+            print_row(self.cells(row), self.widths, head=head and number == 0)
+
+
+class Recorder:
+    """The rows of a run: printed and recorded as they come, and counted at the end.
+
+    Args:
+        path: the record; None: nothing is written.
+        key: the fields that tell the rows of the record apart.
+        show: prints rows, with ``head=True`` those that come first.
+        budget_s: seconds after which no case starts.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        key: Sequence[str],
+        show: Callable[..., None],
+        budget_s: float = math.inf,
+    ) -> None:
+        self.path, self.key, self.show = path, key, show
+        self.rows: list[Any] = []
+        self.failed: list[str] = []
+        self._end = time.monotonic() + budget_s
+
+    def out_of_time(self) -> bool:
+        """Whether no further case may start."""
+        return time.monotonic() > self._end
+
+    def add(self, rows: Sequence[Any]) -> None:
+        """Print rows, and merge them into the record."""
+        self.show(rows, head=not self.rows)
+        self.rows += rows
+        if self.path and rows:
+            write_rows(self.path, rows, self.key)
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Context of a case, whose failure must not lose the rows of other cases."""
+        try:
+            yield
+        except Exception:
+            traceback.print_exc()
+            self.failed.append(name)
+
+    def conclude(self, more: str = "") -> int:
+        """Print how many rows were recorded and what failed; returns the status of the command."""
+        print(f"\n{len(self.rows)} rows{f' in {self.path}' if self.path else ''}{more}")
+        if self.failed:
+            print("failed: " + "; ".join(self.failed), file=sys.stderr)
+        return 1 if self.failed else 0
 
 
 def _text(value: Any) -> str:

@@ -121,8 +121,8 @@ def _launch_trial(activation: str, subject: Subject, trial: Trial) -> None:
         _empty_weight(shape, subject.scheme, fragments=subject.in_fragments(which))
         for which, shape in enumerate(shapes, start=1)
     )
-    quant, scale = subject.scheme.activation, None
-    if quant is not None and (quant.static or quant.global_scale):
+    scale = None
+    if subject.scheme.input_scale_names:
         scale = torch.empty(1, dtype=torch.float32, device="cuda")
     weights = ExpertWeights(first, second, scale, scale)
     gemms = LayerGemms(subject.scheme, subject.top_k, activation, weights)

@@ -13,7 +13,6 @@ from torch import Tensor
 from moe_ops.bench.harness import default_device, measure
 from moe_ops.bench.layer_gemms import LayerGemms
 from moe_ops.bench.problems import Problem, make_experts, make_inputs
-from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.tensors import Rows
 from moe_ops.tuning.search import Subject, Trial
@@ -46,7 +45,7 @@ class GemmClock:
         self.launches = self.device.type == "cuda"  # a reference has no tiles
         experts = make_experts(problem, subject.scheme.key, self.device)
         experts = experts.in_fragments([which for which in (1, 2) if subject.in_fragments(which)])
-        weights = expert_weights(experts.w1, experts.w2, experts.quant_config or NOT_QUANTIZED)
+        weights = expert_weights(experts.w1, experts.w2, experts.quant_config)
         self.gemms = LayerGemms(subject.scheme, problem.top_k, problem.activation, weights)
         self.inputs = lru_cache(maxsize=1)(self._inputs)
 

@@ -105,16 +105,24 @@ def measure(
 _Timer = Callable[[int], list[float]]
 
 
-def _captured(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
+def captured(
+    call: Callable[[], Any], device: torch.device, warm_ups: int = _WARM_UPS
+) -> tuple[Callable[[], None], Any]:
+    """Capture a call in a CUDA graph: what replays it, and its output."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
+        for _ in range(warm_ups):
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):  # vLLM keeps Marlin's locks for each stream
         output = call()
+    return graph.replay, output
+
+
+def _captured(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
+    replay, output = captured(call, device)
     if isinstance(output, Tensor) and output.is_floating_point():
         output.fill_(torch.nan)  # elements that a replay does not write show up in the error
 
@@ -123,7 +131,7 @@ def _captured(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, An
         for start, end in events:
             evict_cache(device)
             start.record()
-            graph.replay()
+            replay()
             end.record()
         torch.cuda.synchronize(device)
         return [1e3 * start.elapsed_time(end) for start, end in events]

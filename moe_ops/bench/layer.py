@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-import traceback
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -18,6 +16,7 @@ import torch
 
 import moe_ops
 from moe_ops.bench.command import (
+    Recorder,
     add_scheme_option,
     named_choice,
     one_or_more,
@@ -27,6 +26,7 @@ from moe_ops.bench.command import (
     with_schemes,
 )
 from moe_ops.bench.harness import (
+    KEY,
     Row,
     Timing,
     default_device,
@@ -35,7 +35,6 @@ from moe_ops.bench.harness import (
     record_path,
     relative_error,
     run_header,
-    write_rows,
 )
 from moe_ops.bench.peers import PEERS, available
 from moe_ops.bench.problems import (
@@ -68,13 +67,14 @@ def moe_ops_layer(experts: Experts, inputs: Inputs) -> Call:
 
 def plain_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
     """This library, with weights as they are given."""
-    keywords = {
+    keywords: dict[str, Any] = {
         "activation": experts.activation,
         "quant_config": experts.quant_config,
         "batch_invariant": batch_invariant,
     }
+    w1, w2 = experts.w1, experts.w2
     return lambda: moe_ops.fused_experts(
-        inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids, **keywords
+        inputs.x, w1, w2, inputs.topk_weights, inputs.topk_ids, **keywords
     )
 
 
@@ -230,17 +230,15 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
 
 
 @torch.no_grad()
-def run_cases(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
-    """Run every requested case within the time budget; returns the rows and the failed cases."""
-    device, started = default_device(), time.monotonic()
+def run_cases(args: argparse.Namespace, work: Work) -> tuple[list[Any], int]:
+    """Run every requested case within the time budget; returns the rows and the exit status."""
+    device, skipped = default_device(), 0
     path = record_path(args.output, work.file)
-    done: list[Any] = []
-    failed: list[str] = []
-    skipped = 0
+    recorder = Recorder(path, KEY, work.show, args.time_budget_s)
     for scheme, problem in product(args.schemes, args.problems):
         experts = case = None  # frees the weights before the next ones are made
         for routing, tokens in product(args.routing, args.tokens):
-            if time.monotonic() - started > args.time_budget_s:
+            if recorder.out_of_time():
                 skipped += 1
                 continue
             if experts is None:
@@ -248,7 +246,8 @@ def run_cases(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str
                 try:
                     experts = make_experts(problem, scheme, device)
                 except (MemoryError, RuntimeError) as error:  # there is no room for the weights
-                    failed.append(f"{scheme} {problem.name}: {str(error).partition(chr(10))[0]}")
+                    reason = str(error).partition("\n")[0]
+                    recorder.failed.append(f"{scheme} {problem.name}: {reason}")
                     break
             key = {"scheme": scheme, "shape": problem.name, "M": tokens, "routing": routing}
             case = Case(key, problem, experts, make_inputs(problem, tokens, routing, device))
@@ -257,18 +256,10 @@ def run_cases(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str
                 if impl in PEERS and not PEERS[impl].takes(scheme, problem, tokens):
                     continue
                 progress(f"{impl} with {tokens} tokens, {routing} routing")
-                try:
+                with recorder.attempt(" ".join(map(str, (impl, *key.values())))):
                     rows.append(work.run(case, impl))
-                except Exception:  # one failure must not lose the rows of other implementations
-                    traceback.print_exc()
-                    failed.append(" ".join(map(str, (impl, *key.values()))))
-            work.show(rows, head=not done)
-            done += rows
-            if path and rows:
-                write_rows(path, rows)
-    place = f" in {path}" if path else ""
-    print(f"\n{len(done)} rows{place}; {skipped} cases skipped for lack of time")
-    return done, failed
+            recorder.add(rows)
+    return recorder.rows, recorder.conclude(f"; {skipped} cases skipped for lack of time")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None, work: Work = TIME) -> int:
@@ -281,12 +272,10 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None, work: 
     """
     args = options(arguments, prog)
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
-        rows, failed = run_cases(args, PROFILE if args.profile else work)
+        rows, status = run_cases(args, PROFILE if args.profile else work)
     if args.json:
         print(json.dumps({**run_header(), "rows": [asdict(row) for row in rows]}, indent=1))
-    if failed:
-        print("failed: " + "; ".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return status
 
 
 if __name__ == "__main__":

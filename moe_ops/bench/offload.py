@@ -21,19 +21,18 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.bench.command import (
+    Lines,
+    Recorder,
     add_scheme_option,
     amount,
-    conclude,
     one_or_more,
     parser,
-    print_row,
     progress,
     with_schemes,
 )
-from moe_ops.bench.harness import default_device, measure, record_path, write_rows
+from moe_ops.bench.harness import captured, default_device, measure, record_path
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
-from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.host_experts import HostExperts, host_experts, store
 from moe_ops.residency import Amount, parse_amount
@@ -143,14 +142,7 @@ def _sequence(
     weights, ids = (x.unflatten(0, (STEPS, -1)) for x in (many.topk_weights, many.topk_ids))
     run: Callable[[], Any] = call
     if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize(device)
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        run = graph.replay
+        run = captured(call, device, 1)[0]
     times = []
     for step in range(STEPS):
         inputs.topk_weights.copy_(weights[step])
@@ -205,10 +197,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         arguments: command-line arguments; None: the process's.
         prog: name of the command in its help.
     """
-    args, device, started = options(arguments, prog), default_device(), time.monotonic()
+    args, device = options(arguments, prog), default_device()
     path = record_path(args.output, "offload.json")
-    rows: list[OffloadRow] = []
-    failed: list[str] = []
+    recorder = Recorder(path, KEY, Lines(WIDTHS, _cells), args.time_budget_s)
     for scheme, problem in product(args.schemes, args.problems):
         progress(f"making the weights of {problem.name} in {scheme}")
         experts = make_experts(problem, scheme, device).loaded
@@ -216,22 +207,17 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
             try:
                 case = _host_case(problem, experts, resident, device)
             except (RuntimeError, ValueError) as error:  # too little memory, or a wrong number
-                failed.append(f"{scheme} {problem.name} with {resident}: {error}")
+                recorder.failed.append(f"{scheme} {problem.name} with {resident}: {error}")
                 continue
             for routing, tokens in product(args.routing, args.tokens):
-                if time.monotonic() - started > args.time_budget_s:
-                    continue
-                row = run_case(case, scheme, tokens, routing)
-                print_row(_cells(row), WIDTHS, head=not rows)
-                rows.append(row)
-                if path:
-                    write_rows(path, [row], KEY)
+                if not recorder.out_of_time():
+                    recorder.add([run_case(case, scheme, tokens, routing)])
             del case
-    return conclude(len(rows), path, failed)
+    return recorder.conclude()
 
 
 def _host_case(problem: Problem, experts: Experts, resident: Any, device: torch.device) -> HostCase:
-    config = experts.quant_config or NOT_QUANTIZED
+    config = experts.quant_config
     amounts = [Amount(problem.num_experts, problem.top_k, experts.bytes_per_expert)]
     (count,) = parse_amount("--resident", resident, amounts)
     weights = expert_weights(experts.w1, experts.w2, config)

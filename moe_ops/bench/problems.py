@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -181,23 +181,39 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Experts:
-    """The weights of one layer, as `moe_ops.fused_experts` takes them.
-
-    If the scheme quantizes weights, ``stored`` holds them as a pair of `moe_ops.scheme.QTensor`.
-    """
+    """The weights of one layer, as `moe_ops.fused_experts` takes them."""
 
     scheme: schemes.Scheme
-    w1: Tensor
-    w2: Tensor
-    stored: tuple[Any, Any] | None = None
-    quant_config: Any = None
+    stored: tuple[schemes.QTensor, schemes.QTensor]
+    """Both weights, as the scheme stores them."""
+    quant_config: moe_ops.FusedMoEQuantConfig
     activation: str = "silu"
+
+    @classmethod
+    def of(
+        cls, scheme: schemes.Scheme, w1: schemes.QTensor, w2: schemes.QTensor, activation: str
+    ) -> Experts:
+        """Both weights, with scales of the inputs of both GEMMs if the scheme wants them given."""
+        scales = {
+            name: torch.full((1,), LARGEST_INPUT / scheme.quants[0].largest, device=w1.data.device)
+            for name in scheme.input_scale_names
+        }
+        config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2, **scales)
+        return cls(scheme, (w1, w2), config, activation)
+
+    @property
+    def w1(self) -> Tensor:
+        """The stored numbers of the first weight."""
+        return self.stored[0].data
+
+    @property
+    def w2(self) -> Tensor:
+        """The stored numbers of the second weight."""
+        return self.stored[1].data
 
     @property
     def bytes_per_expert(self) -> int:
         """Bytes that a layer reads for one active expert, including scales."""
-        if self.stored is None:
-            return self.w1[0].nbytes + self.w2[0].nbytes
         tensors = [t for weight in self.stored for t in weight if t is not None]
         return sum(t.nbytes for t in tensors) // self.w1.shape[0]
 
@@ -215,13 +231,12 @@ class Experts:
         return self._held(batch_invariant=True)
 
     def _held(self, *, batch_invariant: bool) -> Experts:
-        if self.stored is None:
-            return self
         held = schemes.exact_fp8_scheme(self.scheme)
         if held is not None and gains_by_fp8(self.w1.device, self.scheme):
             exact = [schemes.exact_rows(weight, self.scheme) for weight in self.stored]
             if all(bool(x.all()) for x in exact):
-                return self._as_fp8(held)
+                w1, w2 = (schemes.as_fp8(weight, self.scheme) for weight in self.stored)
+                return Experts.of(held, w1, w2, self.activation)
         reads = [
             reads_packed(
                 w.data,
@@ -236,7 +251,7 @@ class Experts:
 
     def in_fragments(self, which: Collection[int]) -> Experts:
         """These weights, of which ``which`` (1, 2 or both) are in the packed form."""
-        if self.stored is None or not which:
+        if not which:
             return self
         w1, w2 = (
             schemes.pack_weight(weight, self.scheme)
@@ -244,22 +259,12 @@ class Experts:
             else weight
             for number, weight in enumerate(self.stored, start=1)
         )
-        scales = _input_scales(self.scheme, w1.data.device)
-        config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2, **scales)
-        return replace(self, w1=w1.data, w2=w2.data, stored=(w1, w2), quant_config=config)
-
-    def _as_fp8(self, held: schemes.Scheme) -> Experts:
-        w1, w2 = (schemes.as_fp8(weight, self.scheme) for weight in self.stored or ())
-        scales = _input_scales(held, self.w1.device)
-        config = moe_ops.FusedMoEQuantConfig.from_weights(held, w1, w2, **scales)
-        return Experts(held, w1.data, w2.data, (w1, w2), config, self.activation)
+        return Experts.of(self.scheme, w1, w2, self.activation)
 
     def dense(self, expert: int) -> tuple[Tensor, Tensor]:
         """The weights of one expert in float32, dequantized if necessary."""
-        if self.stored is None:
-            return self.w1[expert].float(), self.w2[expert].float()
         parts = [
-            type(weight)(*(None if t is None else t[expert : expert + 1] for t in weight))
+            schemes.QTensor._make([t if t is None else t[expert : expert + 1] for t in weight])
             for weight in self.stored
         ]
         w1, w2 = (schemes.dequantize_weight(part, self.scheme)[0] for part in parts)
@@ -277,44 +282,32 @@ def make_experts(problem: Problem, scheme_name: str, device: torch.device) -> Ex
     Raises:
         ValueError: an unknown scheme.
     """
-    scheme = moe_ops.get_scheme("unquantized" if scheme_name == "bf16" else scheme_name)
+    scheme = read_scheme(scheme_name)
     experts, hidden, inner = problem.num_experts, problem.hidden_size, problem.intermediate_size
-    activation = problem.activation
     generator = torch.Generator(device).manual_seed(SEED)
     w1 = _random_weight((experts, problem.w1_rows, hidden), generator, scheme)
     w2 = _random_weight((experts, hidden, inner), generator, scheme)
-    if scheme.weight is None:
-        return Experts(scheme, w1, w2, activation=activation)
-    scales = _input_scales(scheme, device)
-    config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2, **scales)
-    return Experts(scheme, w1.data, w2.data, (w1, w2), config, activation)
+    return Experts.of(scheme, w1, w2, problem.activation)
 
 
-def _input_scales(scheme: schemes.Scheme, device: torch.device) -> dict[str, Tensor]:
-    """Scales of the inputs of both GEMMs, for a scheme that wants them given."""
-    quant = scheme.activation
-    if quant is None or not (quant.static or quant.global_scale):
-        return {}
-    name, largest = "a{}_scale", quant.element.largest
-    if quant.global_scale:
-        name, largest = "a{}_gscale", quant.element.largest * schemes.FLOAT8_E4M3_MAX
-    scale = torch.full((1,), LARGEST_INPUT / largest, device=device)
-    return {name.format(i): scale for i in (1, 2)}
+def read_scheme(name: str) -> schemes.Scheme:
+    """The scheme called ``name``; ``bf16`` means unquantized, as in the benchmark records."""
+    return schemes.get_scheme("unquantized" if name == "bf16" else name)
 
 
 def _random_weight(
     shape: tuple[int, int, int], generator: torch.Generator, scheme: schemes.Scheme
-) -> Any:
-    """A random bf16 tensor, or its `QTensor`, quantized a few experts at a time to bound memory."""
+) -> schemes.QTensor:
+    """A random bf16 weight, quantized a few experts at a time to bound memory."""
     w = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     for expert in w:
         expert.normal_(0.0, shape[2] ** -0.5, generator=generator)
     if scheme.weight is None:
-        return w
+        return schemes.QTensor(w)
     at_once = max(1, _NUMBERS_AT_ONCE // w[0].numel())
     parts = [schemes.quantize_weight(part, scheme) for part in w.split(at_once)]
     joined = [None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)]
-    return type(parts[0])._make(joined)
+    return schemes.QTensor._make(joined)
 
 
 def make_inputs(problem: Problem, tokens: int, routing: str, device: torch.device) -> Inputs:

@@ -261,14 +261,11 @@ def _exchange(problem: Problem, backend: str, most: int, rank: Rank) -> TokenExc
 
 
 def _quant_config(experts: Experts, part: slice) -> moe_ops.FusedMoEQuantConfig:
-    if experts.stored is None:
-        return moe_ops.FusedMoEQuantConfig(experts.scheme)
     w1, w2 = (
         QTensor._make([None if t is None else t[part] for t in weight]) for weight in experts.stored
     )
-    config = experts.quant_config
-    scales = {f"a{i}_scale": getattr(config, f"a{i}_scale") for i in (1, 2)}
-    scales = {name: value for name, value in scales.items() if value is not None}
+    config, names = experts.quant_config, experts.scheme.input_scale_names
+    scales = {name: getattr(config, name) for name in names}
     return moe_ops.FusedMoEQuantConfig.from_weights(experts.scheme, w1, w2, **scales)
 
 

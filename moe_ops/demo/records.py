@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ops.bench.harness import CHECKOUT
-from moe_ops.bench.problems import find_problem
+from moe_ops.bench.problems import find_problem, read_scheme
 from moe_ops.inspect.explanation import explain
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
@@ -50,8 +50,9 @@ def missing(results: Path = RESULTS) -> list[str]:
 def explained_costs(model: str, scheme: str) -> tuple[Any, ...]:
     """The costs that `explain` finds for a layer, one for each of TOKENS."""
     problem = find_problem(model)
-    named = "unquantized" if scheme == "bf16" else scheme
-    return explain(problem.config("cpu"), named, num_tokens=TOKENS, device=DEVICE).costs
+    return explain(
+        problem.config("cpu"), read_scheme(scheme), num_tokens=TOKENS, device=DEVICE
+    ).costs
 
 
 def read_times(results: Path, gpu: str) -> Times:

@@ -173,7 +173,7 @@ def _layer_weight(
     return (
         TensorSpec.contiguous(stored, experts, n, k // quant.numbers_per_entry(stored)),
         TensorSpec.contiguous(
-            dtype if quant.scale == "input" else quant.scale_dtype,
+            quant.dtype_of_scales(dtype),
             *(groups_first(shape) if fragments else shape),
         ),
     )

@@ -173,12 +173,9 @@ def _weights(config: FusedMoEConfig, scheme: Scheme) -> tuple[Tensor, Tensor, Fu
         )
         for shape in shapes
     )
-    quant, static_scales = scheme.activation, {}
-    if quant is not None and (quant.static or quant.global_scale):
-        name = "a{}_gscale" if quant.global_scale else "a{}_scale"
-        one = torch.empty(1, dtype=torch.float32, device="meta")
-        static_scales = {name.format(i): one for i in (1, 2)}
-    quant_config = FusedMoEQuantConfig.from_weights(scheme, w1, w2, **static_scales)
+    one = torch.empty(1, dtype=torch.float32, device="meta")
+    scales = dict.fromkeys(scheme.input_scale_names, one)
+    quant_config = FusedMoEQuantConfig.from_weights(scheme, w1, w2, **scales)
     return w1.data, w2.data, quant_config
 
 

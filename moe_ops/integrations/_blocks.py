@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
+
+
+def is_of_model(module: nn.Module, name: str, model: str) -> bool:
+    """Whether a module is a class of transformers' model, and not just one of the same name."""
+    place = f"transformers.models.{model}."
+    return any(c.__name__ == name and c.__module__.startswith(place) for c in type(module).__mro__)
+
+
+def runs(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a module has been given a forward."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
 
 
 def check_whole(name: str, block: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -67,6 +69,33 @@ def split_name(name: str) -> tuple[str, str]:
     classes = [i for i, part in enumerate(parts) if part[0].isupper()]
     end = classes[0] if classes else len(parts) - 1
     return ".".join(parts[:end]), ".".join(parts[end:])
+
+
+def first_missing(
+    names: dict[str, tuple[str, ...]], forms: dict[tuple[str, str], tuple[str, ...]]
+) -> str | None:
+    """Return the first name that an engine lacks, or whose parts are others; None: no such name.
+
+    Args:
+        names: names by module.
+        forms: parts by module and name: fields of a class, or parameters of a function.
+    """
+    for module, needed in names.items():
+        for name in needed:
+            if attribute_of(module, name) is None:
+                return f"{module}.{name}"
+    for (module, name), parts in forms.items():
+        value = attribute_of(module, name)
+        if value is None or _part_names(value) != parts:
+            return f"{module}.{name}"
+    return None
+
+
+def _part_names(value: Any) -> tuple[str, ...]:
+    """Names of a dataclass's fields, of a NamedTuple's, or of a function's parameters."""
+    if is_dataclass(value):
+        return tuple(field.name for field in fields(value))
+    return tuple(getattr(value, "_fields", ())) or tuple(signature(value).parameters)
 
 
 def weight_scales(scale: Tensor, num_local_experts: int, scheme: Scheme) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ops.integrations import _torchao
 from moe_ops.integrations._layers import quantized_layer
+from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig, Scheme, get_scheme
 
 HOST = "moe_ops_host"
@@ -24,8 +25,8 @@ class Weights(NamedTuple):
     """``(E, H, I)``."""
     w1_bias: Tensor | None
     w2_bias: Tensor | None
-    quant_config: FusedMoEQuantConfig | None = None
-    """Scheme and scales, if the weights are quantized."""
+    quant_config: FusedMoEQuantConfig = NOT_QUANTIZED
+    """Scheme and scales."""
 
 
 def weights_of(experts: Any) -> Weights:

@@ -93,7 +93,7 @@ def moe_ops_fp8_experts(
         return moe_ops_experts(self, hidden_states, top_k_index, top_k_weights, lora)
     host = self.__dict__.get(HOST)
     weights = _fp8.fp8_weights(self) if host is None else Weights(*host[1:])
-    if self.activation_scheme != "static" or weights.quant_config is None:
+    if self.activation_scheme != "static":
         return _run_experts(self, weights, hidden_states, top_k_index, top_k_weights, lora)
     _refuse(lora, self, "static scales of activations")
     activation = activation_of(self)
@@ -124,8 +124,7 @@ def _run_experts(
     w1, w2, w1_bias, w2_bias, config = weights
     activation = activation_of(experts)
     expert_map = map_for_few_experts(top_k_index, w1.shape[0])
-    is_plain = config is None or config.scheme.weight is None
-    x = hidden_states.to(w1.dtype) if is_plain else hidden_states
+    x = hidden_states.to(w1.dtype) if config.scheme.weight is None else hidden_states
     norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
     if activation is None:
         _refuse(lora, experts, "an activation that this library does not have")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ops.integrations import _peft
-from moe_ops.integrations._blocks import check_forward, check_whole
+from moe_ops.integrations._blocks import check_forward, check_whole, is_of_model, runs
 from moe_ops.integrations._gates import kind_of
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.lora import ExpertLora
@@ -25,16 +25,12 @@ BLOCK = "Llama4TextMoe"
 
 def is_block(module: nn.Module) -> bool:
     """Whether a module is transformers' MoE block of Llama 4, and not just of the same name."""
-    return any(
-        c.__name__ == BLOCK and c.__module__.startswith("transformers.models.llama4.")
-        for c in type(module).__mro__
-    )
+    return is_of_model(module, BLOCK, "llama4")
 
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether a block runs `block_forward`."""
-    forward = module.__dict__.get("forward")
-    return getattr(forward, "__func__", None) is block_forward
+    return runs(module, block_forward)
 
 
 def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

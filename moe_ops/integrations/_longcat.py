@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_ops.integrations._blocks import check_forward, check_whole
+from moe_ops.integrations._blocks import check_forward, check_whole, is_of_model, runs
 from moe_ops.integrations._experts import map_for_few_experts
 from moe_ops.integrations._gates import kind_of
 from moe_ops.pipeline.fused_experts import fused_experts
@@ -23,16 +23,12 @@ EXPERTS = "LongcatFlashExperts"
 
 def is_block(module: nn.Module) -> bool:
     """Whether a module is transformers' experts of LongCat-Flash, some of which have weights."""
-    longcat = any(
-        c.__name__ == EXPERTS and c.__module__.startswith("transformers.models.longcat_flash.")
-        for c in type(module).__mro__
-    )
-    return longcat and module.gate_up_proj is not None
+    return is_of_model(module, EXPERTS, "longcat_flash") and module.gate_up_proj is not None
 
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether experts run `experts_forward`."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is experts_forward
+    return runs(module, experts_forward)
 
 
 def experts_forward(

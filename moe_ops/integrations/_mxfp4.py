@@ -19,7 +19,7 @@ from transformers.integrations import mxfp4
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.integrations._blocks import check_forward, check_whole
+from moe_ops.integrations._blocks import check_forward, check_whole, runs
 from moe_ops.integrations._experts import HOST, Weights, map_for_few_experts
 from moe_ops.pipeline.forms import form_of_gpu
 from moe_ops.pipeline.fused_experts import fused_experts
@@ -60,7 +60,7 @@ def is_block(module: Any) -> bool:
 
 def is_adapted(block: nn.Module) -> bool:
     """Whether a block runs `block_forward`."""
-    return getattr(block.__dict__.get("forward"), "__func__", None) is block_forward
+    return runs(block, block_forward)
 
 
 def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,9 @@ from moe_ops.integrations import _fp8, _mxfp4, _peft, _reach, _torchao
 from moe_ops.integrations._experts import HOST, Weights, own_weights
 from moe_ops.integrations._layers import NAME, quantized_layer
 from moe_ops.offload.targets import FINDERS, HostTarget, LayerOnHost
-from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, store
+from moe_ops.pipeline.host_experts import HostExperts, host_experts, place_in, refill, store
 from moe_ops.residency import Amount
-from moe_ops.residency.slots import STORED
 from moe_ops.tensors import ExpertWeights
 
 RESIDENT = "moe_ops_resident"
@@ -130,7 +128,7 @@ def _own(experts: Any) -> Weights:
 
 def _expert_weights(own: Weights) -> ExpertWeights:
     w1, w2, b1, b2 = (None if x is None else x.detach() for x in own[:4])
-    config = own.quant_config or NOT_QUANTIZED
+    config = own.quant_config
     return expert_weights(w1, w2, config, config.biases(b1, b2))  # type: ignore[arg-type]
 
 
@@ -155,12 +153,8 @@ def hold(
         experts.register_parameter(name, nn.Parameter(y, requires_grad=False))
     if fill is not None:
         fill()
-        for weight, stored in zip(_expert_weights(_own(experts))[:2], held.weights, strict=True):
-            for x, y in zip(weight[: len(STORED)], stored, strict=False):
-                if x is not None and y is not None and x.data_ptr() != y.data_ptr():
-                    y.copy_(x)  # a product of parameters
-    config = _own(experts).quant_config or NOT_QUANTIZED
-    made = host_experts(held, config, resident, device)
+        refill(held.weights, _expert_weights(_own(experts)))
+    made = host_experts(held, _own(experts).quant_config, resident, device)
     experts.__dict__[HOST], experts.__dict__[RESIDENT] = made, (resident, device)
     if not isinstance(experts, _OnHost):
         plain: Any = type(experts)

@@ -127,7 +127,7 @@ def has_quantized_weights(experts: Any) -> bool:
     """Whether a module that this library runs has quantized weights of any kind."""
     if quantized_layer(experts) is not None or _fp8.is_quantized(experts):
         return True
-    return weights_of(experts).quant_config is not None
+    return weights_of(experts).quant_config.scheme.weight is not None
 
 
 def active(wrappers: list[Any]) -> ExpertLora | None:

@@ -19,9 +19,8 @@ from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import LayerState, against_host_memory
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.host_experts import HostExperts, Store, host_experts, place_in, store
+from moe_ops.pipeline.host_experts import HostExperts, Store, host_experts, place_in, refill, store
 from moe_ops.residency import Amount, parse_amount
-from moe_ops.residency.slots import STORED
 from moe_ops.tensors import ExpertWeight, ExpertWeights
 
 EXPERTS = ("weight", "scale", "zero_point", "global_scale", "channel_scale", "bias")
@@ -43,11 +42,7 @@ def renewed(stage: Stage) -> Stage:
     stage = Stage(replace(state, initial_seed=None), stage.parameters)
     if host is None or not _same_places(stage, host):
         return on_host(stage, resident, stage.compute_device)
-    new, kept = _weights_of(stage), host.residency.store
-    for weight, stored in zip(new[:2], kept, strict=True):
-        for x, y in zip(weight[: len(STORED)], stored, strict=False):
-            if x is not None and y is not None and x.data_ptr() != y.data_ptr():
-                y.copy_(x)  # a product of parameters
+    refill(host.residency.store, _weights_of(stage))
     scales = stored_config(state.sizes.scheme, stage.parameters).input_scales
     for x, y in zip(scales, host.quant_config.input_scales, strict=True):
         if x is not None and y is not None:
@@ -146,7 +141,7 @@ def _same_places(stage: Stage, host: HostExperts) -> bool:
     for weight, stored in zip(new[:2], host.residency.store, strict=True):
         if weight.data.data_ptr() != stored.data.data_ptr():
             return False
-        for x, y in zip(weight[: len(STORED)], stored, strict=False):
+        for x, y in zip(weight.of_experts, stored.of_experts, strict=True):
             if (x is None) != (y is None):
                 return False
             if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
@@ -165,7 +160,7 @@ def _kept_store(weights: ExpertWeights, host: HostExperts | None, pinned: bool) 
     stored: list[ExpertWeight] = []
     for weight, old in zip(weights[:2], host.residency.store, strict=True):
         fields: list[Tensor | None] = []
-        for x, y in zip(weight[: len(STORED)], old, strict=False):
+        for x, y in zip(weight.of_experts, old.of_experts, strict=True):
             if x is None or y is None:
                 if x is not y:
                     return None

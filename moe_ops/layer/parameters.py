@@ -12,7 +12,8 @@ import torch
 
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX
-from moe_ops.scheme import WHOLE, FusedMoEQuantConfig, Quant, Scheme
+from moe_ops.scheme import FusedMoEQuantConfig, Quant, Scheme
+from moe_ops.scheme.quant_config import FIELDS
 
 
 class FusedMoeWeightScaleSupported(Enum):
@@ -26,11 +27,7 @@ class FusedMoeWeightScaleSupported(Enum):
     @classmethod
     def of(cls, quant: Quant) -> FusedMoeWeightScaleSupported:
         """Return the value for a weight's `Quant`."""
-        if quant.per_tensor:
-            return cls.TENSOR
-        if quant.group.cols == WHOLE:
-            return cls.CHANNEL
-        return cls.GROUP if quant.group.rows == 1 else cls.BLOCK
+        return cls(quant.granularity)
 
 
 class ParameterSpec(NamedTuple):
@@ -50,9 +47,6 @@ class ParameterSpec(NamedTuple):
     def is_w13(self) -> bool:
         """Whether the parameter belongs to the first GEMM."""
         return self.name.startswith("w13")
-
-
-_SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
 
 @lru_cache(maxsize=64)
@@ -96,35 +90,28 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
     yield spec("weight", (n, k // per_byte), quant.dtype, zero)
     halves = (2,) if which == "w13" and sizes.gated and not sizes.interleaved else ()
     shape = halves if quant.per_tensor else quant.weight_scale_shape(experts, n, k)[1:]
-    dtype = sizes.dtype if quant.scale == "input" else _SCALE_DTYPES.get(quant.scale, torch.float32)
-    yield spec("scale", shape, dtype)
-    if quant.zero_point:
-        yield spec("zero_point", quant.zero_point_shape(experts, n, k)[1:], torch.uint8)
-    if quant.channel_scale:
-        yield spec("channel_scale", (n,), torch.float32)
-    elif quant.global_scale:
-        yield spec("global_scale", halves, torch.float32)
+    parts = {
+        "scale": (shape, quant.dtype_of_scales(sizes.dtype)),
+        "zero_point": (quant.zero_point_shape(experts, n, k)[1:], torch.uint8),
+        "channel_scale": ((n,), torch.float32),
+        "global_scale": (halves, torch.float32),
+    }
+    for kind in quant.parts:
+        yield spec(kind, *parts[kind])
     held = None if sizes.exact_of is None else sizes.exact_of.weight
     if held is not None:
         yield spec("exponents", held.weight_scale_shape(experts, n, k)[1:], held.scale_dtype)
-    activation = sizes.scheme.activation
-    if activation is not None and (activation.static or activation.global_scale):
+    if sizes.scheme.input_scale_names:
         yield spec("input_scale", (), torch.float32, torch.nan)
-
-
-CONFIG_KINDS = ("scale", "zero_point", "global_scale", "channel_scale", "bias")
-"""Kinds of the parameters that a `FusedMoEQuantConfig` holds, without input scales."""
 
 
 def stored_config(scheme: Scheme, parameters: Mapping[str, Any]) -> FusedMoEQuantConfig:
     """Return the scheme, the scales and the biases of parameters by name, which may be empty."""
-    activation = scheme.activation
-    of_input = "gscale" if activation is not None and activation.global_scale else "scale"
     tensors: dict[str, Any] = {}
-    for i, which in enumerate(("w13", "w2"), 1):
-        names = (f"w{i}_scale", f"w{i}_zp", f"w{i}_gscale", f"g{i}_alphas", f"w{i}_bias")
-        for name, kind in zip(names, CONFIG_KINDS, strict=True):
+    for kind, names in FIELDS.items():
+        for name, which in zip(names, ("w13", "w2"), strict=True):
             tensors[name] = parameters[f"{which}_{SUFFIX[kind]}"]
+    for name, which in zip(scheme.input_scale_names, ("w13", "w2"), strict=False):
         scale = parameters[f"{which}_{SUFFIX['input_scale']}"]
-        tensors[f"a{i}_{of_input}"] = None if scale is None else scale[:1]
+        tensors[name] = None if scale is None else scale[:1]
     return FusedMoEQuantConfig(scheme, **tensors)

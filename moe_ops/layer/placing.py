@@ -16,10 +16,10 @@ from moe_ops.layer.state import PLAIN
 from moe_ops.layer.state_dict import STATE, parse_stored_as
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
-from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized_parts
+from moe_ops.loading.derived import channel_scales, has_plain_scales, quantized_parts
 from moe_ops.loading.names import SUFFIX, CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
-from moe_ops.loading.split import shared_part, split_gate_and_up
+from moe_ops.loading.split import is_one_number, shared_part, split_gate_and_up
 from moe_ops.loading.stored import Form, PlainWeightError, canonical, check_symmetric
 from moe_ops.loading.transposed import matrix_shape, may_be_transposed
 
@@ -202,7 +202,7 @@ class Placing:
         """Return the kinds of parameters that a tensor fills: several if some are derived."""
         quant = self.state.checkpoint_scheme.weight
         if self.quantize and quant is not None and piece.kind == "weight":
-            return kinds_of(quant)
+            return ("weight", *quant.parts)
         derives = piece.kind == "scale" and has_plain_scales("scale", entry.read(), quant)
         return ("scale", "channel_scale") if derives else (piece.kind,)
 
@@ -272,8 +272,7 @@ class Placing:
     def _place(self, entry: Entry, piece: Piece) -> None:
         self._put(entry, piece)
         self.loaded.append(entry.name)
-        quant = self.state.checkpoint_scheme.weight
-        if quant is not None and sortable(quant):
+        if sortable(self.state.checkpoint_scheme.weight):
             self._placed.append((entry, piece))
 
     def _put(self, entry: Entry, piece: Piece) -> None:
@@ -343,8 +342,7 @@ class Placing:
         One number for all experts, as ModelOpt stores scales of whole tensors, is that of each.
         """
         quant = self.state.checkpoint_scheme.weight
-        per_tensor = piece.kind == "scale" and quant is not None and quant.per_tensor
-        if x.numel() == 1 and (per_tensor or piece.kind in ("global_scale", "input_scale")):
+        if x.numel() == 1 and is_one_number(piece.kind, quant):
             return x.reshape(1).expand(count)
         with_identity = count + (self.layer.routing["zero_expert_num"] or 0)
         if x.dim() == 0 or x.shape[0] not in (count, with_identity):

@@ -14,12 +14,14 @@ product as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from moe_ops.loading.compressed import INTEGERS
 from moe_ops.loading.stored import Form
-from moe_ops.scheme import WHOLE, Quant
+from moe_ops.scheme import Quant
 from moe_ops.scheme.formats import join_nibbles, split_nibbles
 
 
@@ -113,10 +115,9 @@ class ActOrder:
         return self._inputs.get(expert, gate)
 
 
-def sortable(quant: Quant) -> bool:
+def sortable(quant: Quant | None) -> TypeGuard[Quant]:
     """Whether tools quantize such a weight in act-order: groups of columns, of integers only."""
-    small_float = quant.element.exponent or quant.dtype.is_floating_point
-    return quant.group.rows == 1 and quant.group.cols != WHOLE and not small_float
+    return quant is not None and quant.local and quant.element.name in INTEGERS
 
 
 def column_order(g_idx: Tensor, form: Form) -> Tensor | None:
@@ -127,7 +128,7 @@ def column_order(g_idx: Tensor, form: Form) -> Tensor | None:
     if g_idx.numel() != form.k:
         raise ValueError(f"shape must be {(form.k,)}, got {tuple(g_idx.shape)}")
     groups, quant = g_idx.flatten().long(), form.quant
-    each = quant.group.cols if quant is not None and sortable(quant) else form.k
+    each = quant.group.cols if sortable(quant) else form.k
     plain = torch.arange(form.k, device=groups.device) // each
     if torch.equal(groups, plain) or bool((groups < 0).all()):
         return None

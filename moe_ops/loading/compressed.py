@@ -63,21 +63,18 @@ def _arguments(quant: Quant | None, *, is_weight: bool = False) -> dict[str, Any
     """Return the ``QuantizationArgs`` of an operand."""
     if quant is None:
         raise ValueError("scheme must quantize weights, got none")
-    rows, cols = quant.group
+    kind, (rows, cols) = quant.granularity, quant.group
     operand: dict[str, Any] = {
         "num_bits": quant.element.bits,
         "type": "int" if quant.element.name in INTEGERS else "float",
         "symmetric": not quant.zero_point,
         "dynamic": not (is_weight or quant.static),
+        "strategy": "token" if kind == "channel" and not is_weight else kind,
     }
-    if quant.per_tensor:
-        operand["strategy"] = "tensor"
-    elif quant.per_row:
-        operand["strategy"] = "channel" if is_weight else "token"
-    elif rows == 1:
-        operand |= {"strategy": "group", "group_size": cols}
-    else:
-        operand |= {"strategy": "block", "block_structure": [rows, cols]}
+    if kind == "group":
+        operand["group_size"] = cols
+    elif kind == "block":
+        operand["block_structure"] = [rows, cols]
     if quant.global_scale:
         operand["strategy"] = "tensor_group"
         operand["dynamic"] = False if is_weight else "local"

@@ -33,7 +33,7 @@ def quantized_parts(
         Shard, kind, the end of the tensor's name, and the tensor without an axis for experts.
     """
     quant = scheme.weight
-    shares = quant is not None and (quant.per_tensor or "global_scale" in kinds_of(quant))
+    shares = quant is not None and (quant.per_tensor or "global_scale" in quant.parts)
     if not (interleaved and shares and len(projections) == 2):
         for shard, w in projections.items():
             for kind, suffix, x in _fields(w, scheme):
@@ -46,22 +46,10 @@ def quantized_parts(
 
 
 def _fields(w: Tensor, scheme: Scheme) -> Iterator[tuple[str, str, Tensor]]:
-    q = quantize_weight(w[None], scheme)
-    yield "weight", "weight", q.data[0]
-    factor = "channel_scale" if scheme.weight and scheme.weight.channel_scale else "global_scale"
-    for kind, x in (("scale", q.scale), ("zero_point", q.zero_point), (factor, q.global_scale)):
-        if x is not None:
-            yield kind, SUFFIX[kind], x[0]
-
-
-def kinds_of(quant: Quant) -> tuple[str, ...]:
-    """Return the kinds of tensors that a quantized weight consists of."""
-    there = {
-        "zero_point": quant.zero_point,
-        "channel_scale": quant.channel_scale,
-        "global_scale": quant.global_scale and not quant.channel_scale,
-    }
-    return ("weight", "scale", *(kind for kind, has in there.items() if has))
+    data, *rest = quantize_weight(w[None], scheme)
+    yield "weight", "weight", data[0]
+    for kind, x in zip(scheme.weight_parts, (x for x in rest if x is not None), strict=True):
+        yield kind, SUFFIX[kind], x[0]
 
 
 def has_plain_scales(kind: str, x: Tensor, quant: Quant | None) -> bool:

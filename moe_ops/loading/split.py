@@ -25,8 +25,7 @@ def split_gate_and_up(
         TypeError, ValueError: as `canonical`; a block of scales that gate and up rows share.
     """
     own = form.own
-    one_number = piece.kind in ("global_scale", "input_scale")
-    if one_number or (piece.kind == "scale" and own is not None and own.per_tensor):
+    if is_one_number(piece.kind, own):
         gate, up = x.flatten()[0], x.flatten()[-1]
         if x.numel() > 2:
             raise ValueError(f"shape must be that of one or two numbers, got {tuple(x.shape)}")
@@ -44,6 +43,12 @@ def split_gate_and_up(
         return _split_blocks(both, form.n // 2, rows)
     gate, up = both.chunk(2)
     return gate, up
+
+
+def is_one_number(kind: str, quant: Quant | None) -> bool:
+    """Whether a tensor of a checkpoint is one number for each expert, or each projection."""
+    per_tensor = quant is not None and quant.per_tensor
+    return kind in ("global_scale", "input_scale") or (kind == "scale" and per_tensor)
 
 
 def _split_blocks(scales: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:

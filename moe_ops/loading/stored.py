@@ -41,6 +41,12 @@ class Form(NamedTuple):
     """How the layer stores it: likewise, or in smaller blocks."""
     layout: CheckpointLayout
 
+    def quants(self, what: str, x: Tensor) -> tuple[Quant, Quant]:
+        """Return ``quant`` and ``own``; TypeError about ``x`` for a layer without a scheme."""
+        if self.quant is None or self.own is None:
+            raise TypeError(f"{what} must be left out for a layer without a scheme, got {x.dtype}")
+        return self.quant, self.own
+
 
 def canonical(kind: str, x: Tensor, suffix: str, form: Form) -> Tensor:
     """Return ``x`` in canonical form.
@@ -152,9 +158,7 @@ def awq_codes(x: Tensor, bits: int) -> Tensor:
 
 
 def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:
-    n, k, quant, own = form.n, form.k, form.quant, form.own
-    if quant is None or own is None:
-        raise TypeError(f"scales must be left out for a layer without a scheme, got {x.dtype}")
+    n, k, (quant, own) = form.n, form.k, form.quants("scales", x)
     x = _scale_numbers(x, quant, form.dtype)
     if quant.per_tensor:
         return _single(x)
@@ -217,9 +221,7 @@ def _regrouped(x: Tensor, axis: int, length: int, quant: Quant, own: Quant) -> T
 
 
 def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
-    n, quant, own = form.n, form.quant, form.own
-    if quant is None or own is None:
-        raise TypeError(f"zero points must be left out for a layer without a scheme, got {x.dtype}")
+    n, (quant, own) = form.n, form.quants("zero points", x)
     bits, groups = quant.element.stored_bits, quant.weight_scale_shape(1, n, form.k)[2]
     per_word = 32 // bits
     if suffix == "qzeros":

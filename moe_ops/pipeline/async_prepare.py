@@ -7,6 +7,7 @@ lets it finish; the receiver hands over the result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from moe_ops.pipeline.prepare_finalize import (
     Hook,
     Receiver,
 )
-from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
-from moe_ops.scheme import FusedMoEQuantConfig
 
 
 class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
@@ -71,109 +70,44 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         """True: both methods are implemented."""
         return True
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-    ) -> PrepareResult:
+    def prepare(self, *arguments: Any, **named: Any) -> PrepareResult:
         """Call the method of ``inner`` on the current stream."""
-        return self.inner.prepare(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
+        return self.inner.prepare(*arguments, **named)
 
-    def finalize(
-        self,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> Tensor:
+    def finalize(self, *arguments: Any, **named: Any) -> Tensor:
         """Call the method of ``inner`` on the current stream."""
-        return self.inner.finalize(
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )
+        return self.inner.finalize(*arguments, **named)
 
-    def prepare_async(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-    ) -> tuple[Hook, Receiver]:
+    def prepare_async(self, a1: Tensor, *rest: Any, **named: Any) -> tuple[Hook, Receiver]:
         """Start `prepare` on the side stream."""
-        return self._start(
-            self.inner.prepare,
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
+        return self._start(partial(self.inner.prepare, a1, *rest, **named), a1.device)
 
     def finalize_async(
-        self,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        self, fused_expert_output: Tensor, *rest: Any, **named: Any
     ) -> tuple[Hook, Receiver]:
         """Start `finalize` on the side stream."""
-        return self._start(
-            self.inner.finalize,
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )
+        call = partial(self.inner.finalize, fused_expert_output, *rest, **named)
+        return self._start(call, fused_expert_output.device)
 
-    def _start(
-        self, function: Callable[..., Any], first: Tensor, *rest: Any
-    ) -> tuple[Hook, Receiver]:
-        if torch.compiler.is_compiling() or not first.is_cuda:
-            result = function(first, *rest)
+    def _start(self, call: Callable[[], Any], device: torch.device) -> tuple[Hook, Receiver]:
+        if torch.compiler.is_compiling() or device.type != "cuda":
+            result = call()
             return _nothing, lambda: result
-        current = torch.cuda.current_stream(first.device)
-        side = self._streams.get(first.device)
+        current = torch.cuda.current_stream(device)
+        side = self._streams.get(device)
         if side is None:
-            side = self._streams[first.device] = torch.cuda.Stream(first.device)
+            side = self._streams[device] = torch.cuda.Stream(device)
         # The wait also orders memory that the side stream frees and allocates again after earlier
         # uses by the current stream; the receiver keeps the inputs alive until it is called.
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            result = function(first, *rest)
+            result = call()
             done = side.record_event()
 
         def hook() -> None:  # an event: work that was started later is not waited for
-            torch.cuda.current_stream(first.device).wait_event(done)
+            torch.cuda.current_stream(device).wait_event(done)
 
-        def receiver(_inputs: tuple[Any, ...] = (first, *rest)) -> Any:
+        def receiver(_inputs: Callable[[], Any] = call) -> Any:
             return result
 
         return hook, receiver

@@ -5,18 +5,16 @@ The GEMMs of such a config read slots, into which they copy what a routing wants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from moe_ops.residency.host import HostMemory, padded_size
-from moe_ops.residency.slots import STORED, Residency
+from moe_ops.residency.slots import Residency, tensor_pairs
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig
 from moe_ops.tensors import ExpertWeight, ExpertWeights
-
-OF_INPUTS = ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale")
-"""Tensors of a configuration that do not belong to experts."""
 
 
 class HostConfig(FusedMoEQuantConfig):
@@ -47,10 +45,7 @@ class Store(NamedTuple):
 def store_bytes(weights: ExpertWeights) -> int:
     """Return the bytes that `store` takes for these weights."""
     return sum(
-        padded_size(x.nbytes)
-        for weight in weights[:2]
-        for x in weight[: len(STORED)]
-        if x is not None
+        padded_size(x.nbytes) for weight in weights[:2] for x in weight.of_experts if x is not None
     )
 
 
@@ -64,7 +59,7 @@ def store(weights: ExpertWeights, *, pinned: bool) -> Store:
     stored: list[ExpertWeight] = []
     for weight in weights[:2]:
         fields: list[Tensor | None] = []
-        for x in weight[: len(STORED)]:
+        for x in weight.of_experts:
             if x is None:
                 fields.append(None)
                 continue
@@ -83,14 +78,22 @@ def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
         held: the store.
     """
     for weight, stored in zip(weights[:2], held.weights, strict=True):
-        for w, y in zip(weight[: len(STORED)], stored, strict=False):
-            if w is None or y is None or w.data_ptr() != x.data_ptr() or w.nbytes != x.nbytes:
+        for w, y in tensor_pairs(weight, stored):
+            if w.data_ptr() != x.data_ptr() or w.nbytes != x.nbytes:
                 continue
             if w.stride()[1:] == y.stride()[1:]:
                 whole, strides = torch.empty(0, dtype=x.dtype, device="cpu"), x.stride()[1:]
                 shape, dense = x.shape, x.shape[1:].numel()
                 return whole.set_(y.untyped_storage(), 0, shape, (dense, *strides))
     return None
+
+
+def refill(held: Sequence[ExpertWeight], weights: ExpertWeights) -> None:
+    """Copy to a store what does not lie in it: products of parameters."""
+    for weight, stored in zip(weights[:2], held, strict=True):
+        for x, y in tensor_pairs(weight, stored):
+            if x.data_ptr() != y.data_ptr():
+                y.copy_(x)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
@@ -130,7 +133,9 @@ def host_experts(
         for slots, table in zip(residency.slots, residency.tables, strict=True)
     )
     tensors = {
-        name: x.to(device) if name in OF_INPUTS else _all(x[:1].to(device), experts)
+        name: x.to(device)
+        if name in config.scheme.input_scale_names
+        else _all(x[:1].to(device), experts)
         for name in TENSORS
         if (x := getattr(config, name)) is not None and not name.endswith("_bias")
     }
@@ -141,7 +146,7 @@ def host_experts(
 
 def whole(slots: ExpertWeight, table: Tensor, num_experts: int) -> ExpertWeight:
     """The weight of all experts, without numbers: see `ExpertWeight.host`."""
-    data, *rest = (_all(x, num_experts) for x in slots[: len(STORED)])
+    data, *rest = (_all(x, num_experts) for x in slots.of_experts)
     for x in (data, *rest):
         if x is not None and x.is_cuda:
             torch._dynamo.mark_static_address(x)

@@ -11,14 +11,8 @@ from torch import Tensor
 from moe_ops.layer.plain import PlainExperts
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.token_rows import weighted_rows
-from moe_ops.scheme import FLOAT8_E4M3_MAX, Scheme
+from moe_ops.scheme import Scheme
 from moe_ops.tensors import Routing
-
-
-def needs_peaks(scheme: Scheme) -> bool:
-    """Whether a scheme has scales of activations that must be given."""
-    quant = scheme.activation
-    return quant is not None and (quant.static or quant.global_scale)
 
 
 class Peaks:
@@ -83,10 +77,6 @@ class Peaks:
         Raises:
             ValueError: the layer saw no token, only zeros, or numbers that are not finite.
         """
-        quant = scheme.activation
-        largest = 0.0 if quant is None else quant.element.largest
-        if quant is not None and quant.global_scale:
-            largest *= FLOAT8_E4M3_MAX
         peaks = [0.0 if seen is None else float(seen) for seen in self._seen]
         for gemm, peak in enumerate(peaks, 1):
             if not (math.isfinite(peak) and peak > 0):
@@ -95,6 +85,6 @@ class Peaks:
                     f"positive and finite, got {peak} for GEMM {gemm} of {name}"
                 )
         # The reciprocal of a float32 number, which is what checkpoints of NVFP4 hold.
-        whole = torch.tensor(largest, dtype=torch.float32, device="cpu")
+        whole = torch.tensor(scheme.quants[0].largest, dtype=torch.float32, device="cpu")
         first, second = (1 / (whole / peak) for peak in peaks)
         return float(first), float(second)

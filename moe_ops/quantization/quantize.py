@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_ops import checks
 from moe_ops.quantization.chosen import Modules, found_in, targets_chosen, with_progress
-from moe_ops.quantization.peaks import Peaks, needs_peaks
+from moe_ops.quantization.peaks import Peaks
 from moe_ops.quantization.targets import FINDERS, Target
 from moe_ops.scheme import Scheme, as_scheme
 
@@ -95,12 +95,12 @@ def targets_of(model: nn.Module) -> Iterator[Target]:
 def _check_calibrate(calibrate: Any, scheme: Scheme) -> None:
     if calibrate is not None and not callable(calibrate):
         raise TypeError(f"calibrate must be a function or None, got {type(calibrate).__name__}")
-    if needs_peaks(scheme) and calibrate is None:
+    if scheme.input_scale_names and calibrate is None:
         raise ValueError(
             f"calibrate must be a function that runs the model, since {scheme.name} has static "
             "activation scales (such as calibrate=lambda model: model(**batch)), got None"
         )
-    if not needs_peaks(scheme) and calibrate is not None:
+    if not scheme.input_scale_names and calibrate is not None:
         raise ValueError(
             f"calibrate must be None for {scheme.name}, which has no static activation scales"
         )

@@ -17,7 +17,7 @@ from moe_ops.layer.partition import aligned_sizes
 from moe_ops.layer.plain import PlainExperts, quantize_layer
 from moe_ops.layer.rank_checks import held_by, taken_by
 from moe_ops.pipeline.lora import ExpertLora
-from moe_ops.quantization.peaks import Peaks, needs_peaks
+from moe_ops.quantization.peaks import Peaks
 from moe_ops.scheme import Scheme
 from moe_ops.scheme.limits import Refusal
 from moe_ops.tensors import Routing
@@ -124,7 +124,7 @@ class LayerTarget(Target):
         if parallel.tp_size > 1:
             reason = "ranks hold parts of its experts (load_checkpoint(.., quantize=True) works)"
             return NotImplementedError, reason
-        if needs_peaks(scheme) and parallel.ep_size > 1:
+        if scheme.input_scale_names and parallel.ep_size > 1:
             reason = "ranks would find different static scales for their own experts"
             return NotImplementedError, reason
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_ops.reference.cached import plain_product
 from moe_ops.reference.grouped import Product
 from moe_ops.reference.slots import multiply
-from moe_ops.scheme import WHOLE, Element, Quant, Scheme, dequantize_rows, dequantize_weight
+from moe_ops.scheme import Element, Quant, Scheme, dequantize_rows, dequantize_weight
 from moe_ops.scheme.rounding import scale_value
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import ExpertWeight, QTensor
@@ -39,7 +39,7 @@ def product_of(
         return _scaled(cast(Tensor, a_scale), weight, scheme, batch_invariant)
     if scheme.weight is None:
         return plain_product(weight.data, dtype, batch_invariant)
-    stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
+    stored = weight.stored
     quant, num_experts = scheme.activation, len(stored.data)
     rounds_to = a.dtype if quant is None else torch.float32
 
@@ -75,7 +75,7 @@ def _scaled(
     """Products of stored values, scaled group by group."""
     w, (num_experts, n, k) = stored.data, stored.data.shape
     weight_quant = cast(Quant, scheme.weight)
-    cols = 1 if weight_quant.group.cols == WHOLE else -(-k // weight_quant.group.cols)
+    cols = -(-k // (weight_quant.shared_cols or k))
     w_scale: Any = stored.scale
     groups = scale_value(w_scale).view(num_experts, -1, cols)
     w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, weight_quant, n)
@@ -93,7 +93,7 @@ def _product(
 ) -> Tensor:
     """``(R, K) @ (N, K).T`` with scales ``(R, groups)`` and ``(N, groups)``, in float32."""
     (a, a_scale), (b, b_scale) = x, w
-    size = a.shape[1] if quant.group.cols == WHOLE else quant.group.cols
+    size = quant.shared_cols or a.shape[1]
     a, b = _exact(a, quant.element, size), _exact(b, quant.element, size)
     acc = torch.zeros((a.shape[0], b.shape[0]), dtype=torch.float32, device=a.device)
     pieces = zip(a.split(size, 1), b.split(size, 1), strict=True)

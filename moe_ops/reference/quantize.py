@@ -98,7 +98,7 @@ def _group_amax(x: Tensor, rule: Quant) -> Tensor:
         return x.new_zeros(rule.batched_scale_shape(*x.shape))
     if rule.per_tensor:
         return x.abs().amax((1, 2), keepdim=True)
-    cols = width if rule.group.cols == WHOLE else rule.group.cols
+    cols = rule.shared_cols or width
     groups = torch.nn.functional.pad(x.abs(), (0, -width % cols)).view(experts, rows, -1, cols)
     return groups.amax(3)
 

@@ -23,8 +23,6 @@ COLUMNS = 4
 the chunks of one expert in all rows of the weight before."""
 CHUNK = 16384
 """Bytes that a program copies at once."""
-STORED = ("data", "bias", "scale", "zero_point", "global_scale")
-"""The fields of an `ExpertWeight` that hold experts."""
 
 Pair = tuple[Tensor, Tensor]
 """A tensor of the store and the tensor of the slots that it is copied to, expert by expert."""
@@ -61,7 +59,7 @@ class Residency:
         self.ahead: tuple[AnyTiles, AnyTiles] | None = None
         """See `take_ahead`."""
         self.slots = tuple(_slots_of(weight, num_slots, device) for weight in store)
-        self.pairs = tuple(map(_pairs, store, self.slots))
+        self.pairs = tuple(map(tensor_pairs, store, self.slots))
         rows = [self._rows(pairs) for pairs in self.pairs]
         self.chunks = tuple(each[-1][-1] for each in rows)
         """Chunks of one expert of each weight."""
@@ -127,9 +125,9 @@ class Residency:
         return OffloadStats(hits, misses, first + second, waves)
 
 
-def _pairs(weight: ExpertWeight, slots: ExpertWeight) -> list[Pair]:
-    """The tensors of a weight in the store, each with that of the slots."""
-    both = zip(weight[: len(STORED)], slots, strict=False)
+def tensor_pairs(weight: ExpertWeight, other: ExpertWeight) -> list[Pair]:
+    """The tensors of a weight that hold experts, each with that of another: a store or slots."""
+    both = zip(weight.of_experts, other.of_experts, strict=True)
     return [(x, y) for x, y in both if x is not None and y is not None]
 
 
@@ -149,7 +147,7 @@ _OPEN: WeakValueDictionary[int, Residency] = WeakValueDictionary()
 
 
 def _slots_of(weight: ExpertWeight, num_slots: int, device: torch.device) -> ExpertWeight:
-    data, *rest = (_slots_for(x, num_slots, device) for x in weight[: len(STORED)])
+    data, *rest = (_slots_for(x, num_slots, device) for x in weight.of_experts)
     return ExpertWeight(cast(Tensor, data), *rest)
 
 

@@ -166,6 +166,23 @@ class Scheme:
         return self.activation, self.weight
 
     @property
+    def input_scale_names(self) -> tuple[str, ...]:
+        """The fields of a `FusedMoEQuantConfig` with the given scales of the inputs of both GEMMs.
+
+        Empty if no scales are given, because activations are not quantized or by their own data.
+        """
+        if self.activation is None or not (self.activation.static or self.activation.global_scale):
+            return ()
+        return (
+            ("a1_gscale", "a2_gscale") if self.activation.global_scale else ("a1_scale", "a2_scale")
+        )
+
+    @property
+    def weight_parts(self) -> tuple[str, ...]:
+        """`Quant.parts` of weights; of weights that are not quantized, none."""
+        return () if self.weight is None else self.weight.parts
+
+    @property
     def block_shape(self) -> list[int] | None:
         """``[rows, cols]`` of a weight's block, as in vLLM; None if scales are not per block."""
         if self.weight is None or WHOLE in self.weight.group or self.weight.group.rows == 1:

@@ -320,8 +320,8 @@ def _rearranged(quant: Quant) -> _Rearranged:
     """How bits move in words of a quantization, whose elements have 4 or 8 stored bits."""
     if bits_spread(quant):
         return _Rearranged(
-            lambda words: _spread_bits(_split_bytes(words)),
-            lambda words: _join_bytes(_joined_bits(words)),
+            lambda words: _moved_bits(_split_bytes(words)),
+            lambda words: _join_bytes(_moved_bits(words, back=True)),
         )
     whole = {4: _Rearranged(_split_bytes, _join_bytes), 8: _Rearranged(None, None)}
     return whole[quant.element.stored_bits]
@@ -345,21 +345,13 @@ def _join_bytes(words: Tensor) -> Tensor:
     return moved
 
 
-def _spread_bits(words: Tensor) -> Tensor:
-    """Move the bits of 4-bit floats in each word to their `PLACES`."""
+def _moved_bits(words: Tensor, *, back: bool = False) -> Tensor:
+    """Move the bits of 4-bit floats in each word to their `PLACES`, or back."""
     moved = torch.zeros_like(words)
-    for source, target, crosses in _moves():
+    for *places, crosses in _moves():
+        source, target = reversed(places) if back else places
         bits = words >> source & 0x00010001
         moved |= (_exchanged(bits) if crosses else bits) << target
-    return moved
-
-
-def _joined_bits(words: Tensor) -> Tensor:
-    """The inverse of `_spread_bits`."""
-    moved = torch.zeros_like(words)
-    for source, target, crosses in _moves():
-        bits = words >> target & 0x00010001
-        moved |= (_exchanged(bits) if crosses else bits) << source
     return moved
 
 

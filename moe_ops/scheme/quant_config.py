@@ -79,10 +79,9 @@ class FusedMoEQuantConfig:
             raise TypeError(f"FusedMoEQuantConfig takes {list(TENSORS)}, got {sorted(unknown)}")
         for name in TENSORS:
             object.__setattr__(self, name, tensors.get(name))
-        needed = _needed(self.scheme)
+        taken = (*_needed(self.scheme), "w1_bias", "w2_bias")
         for name in TENSORS:
-            taken = needed.get(name, name in ("w1_bias", "w2_bias"))
-            if getattr(self, name) is not None and not taken:
+            if getattr(self, name) is not None and name not in taken:
                 raise ValueError(f"{name} must be None for scheme {self.scheme.name}, got a Tensor")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -91,8 +90,8 @@ class FusedMoEQuantConfig:
 
     def check_complete(self) -> None:
         """Raise ValueError if a tensor that the scheme needs is None."""
-        for name, needed in _needed(self.scheme).items():
-            if needed and getattr(self, name) is None:
+        for name in _needed(self.scheme):
+            if getattr(self, name) is None:
                 raise ValueError(f"{name} must be a Tensor for scheme {self.scheme.name}, got None")
 
     @classmethod
@@ -122,7 +121,7 @@ class FusedMoEQuantConfig:
                 )
         weight = as_scheme(scheme).weight
         of_rows = weight is not None and weight.channel_scale
-        names = ("g1_alphas", "g2_alphas") if of_rows else ("w1_gscale", "w2_gscale")
+        names = FIELDS["channel_scale" if of_rows else "global_scale"]
         factors = dict(zip(names, (w1.global_scale, w2.global_scale), strict=True))
         return cls(
             scheme,
@@ -197,19 +196,22 @@ FusedMoEQuantConfig.__signature__ = Signature(  # type: ignore[attr-defined]
 )
 
 
-def _needed(scheme: Scheme) -> dict[str, bool]:
-    """Whether a scheme takes each tensor; every tensor that it takes is required."""
-    weight, activation = scheme.weight, scheme.activation
-    of_rows = weight is not None and weight.channel_scale
-    rules = {
-        "w{}_scale": weight is not None,
-        "w{}_zp": weight is not None and weight.zero_point,
-        "w{}_gscale": weight is not None and weight.global_scale and not of_rows,
-        "g{}_alphas": of_rows,
-        "a{}_scale": activation is not None and activation.static,
-        "a{}_gscale": activation is not None and activation.global_scale,
-    }
-    return {name.format(i): rule for name, rule in rules.items() for i in (1, 2)}
+FIELDS = {
+    "scale": ("w1_scale", "w2_scale"),
+    "zero_point": ("w1_zp", "w2_zp"),
+    "global_scale": ("w1_gscale", "w2_gscale"),
+    "channel_scale": ("g1_alphas", "g2_alphas"),
+    "bias": ("w1_bias", "w2_bias"),
+}
+"""Kind of a weight's tensor (see `Quant.parts`) -> the fields of both weights."""
+
+
+def _needed(scheme: Scheme) -> tuple[str, ...]:
+    """The tensors that a scheme takes; every tensor that it takes is required."""
+    return (
+        *(name for kind in scheme.weight_parts for name in FIELDS[kind]),
+        *scheme.input_scale_names,
+    )
 
 
 def _flatten(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:

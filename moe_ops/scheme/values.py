@@ -108,6 +108,8 @@ class Quant:
     """Whether the whole operand shares one scale."""
     of_all_rows: bool = field(init=False, repr=False, compare=False)
     """Whether the numbers of all rows decide the scale: one is shared, and none is given."""
+    shared_cols: int | None = field(init=False, repr=False, compare=False)
+    """Number of elements along K that share a scale; None: all."""
 
     def __post_init__(self) -> None:
         if ELEMENTS.get(self.element.name) != self.element:
@@ -126,6 +128,7 @@ class Quant:
             "scale_dtype": scale_dtypes.get(self.scale, torch.float32),
             "per_tensor": self.group == (WHOLE, WHOLE),
             "of_all_rows": self.group == (WHOLE, WHOLE) and not self.static,
+            "shared_cols": None if self.group.cols == WHOLE else self.group.cols,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -145,9 +148,27 @@ class Quant:
         return self.global_scale and not self.element.exponent
 
     @property
-    def shared_cols(self) -> int | None:
-        """Number of elements along K that share a scale; None: all."""
-        return None if self.group.cols == WHOLE else self.group.cols
+    def parts(self) -> tuple[str, ...]:
+        """The kinds of tensors of a weight beside its numbers, in the order of `QTensor`."""
+        factor = "channel_scale" if self.channel_scale else "global_scale"
+        return ("scale", *["zero_point"] * self.zero_point, *[factor] * self.global_scale)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of rows whose given scale is 1: see `Scheme.input_scale_names`."""
+        return self.element.largest * (FLOAT8_E4M3_MAX if self.global_scale else 1.0)
+
+    @property
+    def granularity(self) -> str:
+        """What shares a scale: ``tensor``, ``channel`` (a row), ``group`` or ``block``."""
+        rows, cols = self.group
+        if cols == WHOLE:
+            return "channel" if rows == 1 else "tensor"
+        return "group" if rows == 1 else "block"
+
+    def dtype_of_scales(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the scales of a weight that had a ``dtype`` before it was quantized."""
+        return dtype if self.scale == "input" else self.scale_dtype
 
     @property
     def per_row(self) -> bool:

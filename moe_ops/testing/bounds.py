@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_ops.activation import Formula
 from moe_ops.reference import activation as activations
-from moe_ops.scheme import WHOLE, Element, Quant
+from moe_ops.scheme import Element, Quant
 
 SIGMAS = 8.0
 """Bound of a sum of errors in standard deviations; ``2 exp(-32)``, 3 in 10**14, exceed it."""
@@ -219,6 +219,6 @@ def _amax(size: Tensor, quant: Quant) -> Tensor:
     """The largest magnitude of each number's group, for rows ``(R, K)``."""
     if size.numel() == 0 or quant.per_tensor:
         return size.new_full((1, 1), float(size.max()) if size.numel() else 0.0).expand_as(size)
-    cols = size.shape[1] if quant.group.cols == WHOLE else quant.group.cols
+    cols = quant.shared_cols or size.shape[1]
     groups = torch.nn.functional.pad(size, (0, -size.shape[1] % cols)).unflatten(1, (-1, cols))
     return groups.amax(2).repeat_interleave(cols, 1)[:, : size.shape[1]]

@@ -11,7 +11,6 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.reference import activation as activations
 from moe_ops.scheme import (
-    FLOAT8_E4M3_MAX,
     FusedMoEQuantConfig,
     as_scheme,
     dequantize_weight,
@@ -147,13 +146,11 @@ def quantize_inputs(problem: Problem, inputs: Inputs) -> Quantized:
         w1, w2 = (dequantize_weight(q, scheme) for q in stored)
         exact = inputs._replace(w1=w1, w2=w2)
     rest: dict[str, Any] = {"w1_bias": inputs.w1_bias, "w2_bias": inputs.w2_bias}
-    quant = scheme.activation
-    if quant is not None and (quant.static or quant.global_scale):
-        kind = "gscale" if quant.global_scale else "scale"
-        largest = quant.element.largest * (FLOAT8_E4M3_MAX if quant.global_scale else 1)
-        for i, rows in enumerate(_exact_rows(problem, exact), 1):
+    if names := scheme.input_scale_names:
+        for name, rows in zip(names, _exact_rows(problem, exact), strict=True):
             amax = torch.cat([rows.flatten().abs(), rows.new_full((1,), 0.01)]).amax()
-            rest[f"a{i}_{kind}"] = (amax / largest).float().view(1).to(inputs.w1.device)
+            scale = amax / scheme.quants[0].largest
+            rest[name] = scale.float().view(1).to(inputs.w1.device)
     config = FusedMoEQuantConfig.from_weights(scheme, *stored, **rest)
     bare = inputs._replace(w1=stored[0].data, w2=stored[1].data, w1_bias=None, w2_bias=None)
     return Quantized(bare, config, exact)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import compare
 import pytest
@@ -21,7 +20,7 @@ from moe_ops.bench import harness, problems, stage_profile
 from moe_ops.bench import layer as bench_layer
 from moe_ops.dispatch.device import assumed
 from moe_ops.inspect.devices import TARGETS
-from moe_ops.scheme import packs
+from moe_ops.scheme import UNQUANTIZED, QTensor, packs
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,14 +49,14 @@ def test_floor(monkeypatch, shape, tokens, active, expected):
     problem = problems.load_problems()[shape]
     e, h, i = problem.num_experts, problem.hidden_size, problem.intermediate_size
     make = {"dtype": torch.bfloat16, "device": "meta"}
-    scheme = SimpleNamespace(activation=None)
     w1, w2 = torch.empty((e, 2 * i, h), **make), torch.empty((e, h, i), **make)
+    experts = problems.Experts.of(UNQUANTIZED, QTensor(w1), QTensor(w2), "silu")
     ids = torch.empty((tokens, problem.top_k), dtype=torch.int32, device="meta")
     inputs = problems.Inputs(torch.empty((tokens, h), **make), ids.float(), ids, active)
-    floor = bench_layer.layer_floor_us(problem, problems.Experts(scheme, w1, w2), inputs)
+    floor = bench_layer.layer_floor_us(problem, experts, inputs)
     assert floor == pytest.approx(expected, rel=1e-6)
     monkeypatch.setattr(harness, "gpu_name", lambda: "another GPU")
-    assert bench_layer.layer_floor_us(problem, problems.Experts(scheme, w1, w2), inputs) is None
+    assert bench_layer.layer_floor_us(problem, experts, inputs) is None
 
 
 @pytest.mark.parametrize(
@@ -375,13 +374,9 @@ def meta_experts(problem, name):
     dense = (
         torch.empty(experts, 2 * inner, hidden, **meta), torch.empty(experts, hidden, inner, **meta)
     )  # fmt: skip
-    scheme = moe_ops.get_scheme("unquantized" if name == "bf16" else name)
-    if scheme.weight is None:
-        return problems.Experts(scheme, *dense)
-    stored = [moe_ops.quantize_weight(w, scheme) for w in dense]
-    given = problems._input_scales(scheme, torch.device("meta"))
-    config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, *stored, **given)
-    return problems.Experts(scheme, *(w.data for w in stored), stored, config)
+    scheme = problems.read_scheme(name)
+    w1, w2 = (moe_ops.quantize_weight(w, scheme) for w in dense)
+    return problems.Experts.of(scheme, w1, w2, "silu")
 
 
 def meta_inputs(problem, tokens):
@@ -425,4 +420,6 @@ def test_weights_as_a_layer_keeps_them(monkeypatch):
     names = ("moe_ops", bench_layer.PLAIN)
     packed, plain = (bench_layer.IMPLS[name](experts, inputs)() for name in names)
     assert torch.equal(packed, plain)
-    assert problems.make_experts(problem, "bf16", device).loaded.stored is None
+    monkeypatch.undo()
+    unquantized = problems.make_experts(problem, "bf16", device)
+    assert unquantized.loaded is unquantized

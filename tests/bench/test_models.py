@@ -11,7 +11,7 @@ import report
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ops.bench import harness
+from moe_ops.bench import command, harness
 
 transformers = pytest.importorskip("transformers")
 
@@ -303,7 +303,7 @@ def test_no_case_starts_after_the_budget(quick, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_without_a_gpu(quick, tmp_path, monkeypatch):
     assert sorted(bench.options([]).models) == sorted(TINY)
-    monkeypatch.setattr(bench, "write_rows", lambda *_: pytest.fail("written"))
+    monkeypatch.setattr(command, "write_rows", lambda *_: pytest.fail("written"))
     what = ["--model", "tiny-qwen3", "--scheme", "bf16", "--impls", "moe_ops", "--batches", "1"]
     assert bench.main([*what, "--modes", "eager", "--no-prefill"]) == 0
     code, rows = run(tmp_path / "none", *what, "--modes", "captured", "--time-budget-s", "0")

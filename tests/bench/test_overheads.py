@@ -12,7 +12,7 @@ import report
 import torch
 
 import moe_ops
-from moe_ops.bench import harness, problems
+from moe_ops.bench import command, harness, problems
 
 WARM = ["--model", "tiny", "--tokens", "1,3", "--measures", "warm"]
 
@@ -63,7 +63,7 @@ def test_nothing_is_written_without_a_gpu(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     args = bench.options([])
     assert args.output is None and [p.name for p in args.problems] == ["tiny"]
-    monkeypatch.setattr(bench, "write_rows", lambda *_: pytest.fail("written"))
+    monkeypatch.setattr(command, "write_rows", lambda *_: pytest.fail("written"))
     assert bench.main([*WARM, "--impls", "moe_ops"]) == 0
 
 

@@ -53,12 +53,12 @@ def test_bytes_are_those_of_the_weights(name):
 
 def test_roof():
     bf16, fp8 = (
-        roofline.roof_of("NVIDIA H200", roofline.scheme_of(s)) for s in ("bf16", "fp8_block128")
+        roofline.roof_of("NVIDIA H200", problems.read_scheme(s)) for s in ("bf16", "fp8_block128")
     )
     assert (bf16.tflop_per_s, bf16.tb_per_s, bf16.math) == (758.0, 4.67, "bf16")
     assert fp8.tflop_per_s == 1490.0
     assert bf16.ridge == pytest.approx(162.31, rel=1e-4)
-    assert roofline.roof_of("another GPU", roofline.scheme_of("bf16")) is None
+    assert roofline.roof_of("another GPU", problems.read_scheme("bf16")) is None
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
@@ -66,7 +66,7 @@ def test_a_point_on_the_ceiling_takes_its_floor(path):
     record = json.loads(path.read_text())
     checked = 0
     for measured in record["rows"]:
-        roof = roofline.roof_of(record["gpu"], roofline.scheme_of(measured["scheme"]))
+        roof = roofline.roof_of(record["gpu"], problems.read_scheme(measured["scheme"]))
         if roof and measured["floor_us"]:
             (point,) = roofline.points_of([{**measured, "time_us": measured["floor_us"]}])
             reached = max(point.tflop_per_s / roof.tflop_per_s, point.tb_per_s / roof.tb_per_s)

@@ -13,7 +13,6 @@ from torch import nn
 import moe_ops
 from moe_ops.demo import MODEL
 from moe_ops.loading.compressed import format_of
-from moe_ops.quantization.peaks import needs_peaks
 from moe_ops.scheme import SCHEMES, get_scheme
 
 transformers = pytest.importorskip("transformers")
@@ -52,7 +51,7 @@ def tokens(length=13, vocabulary=64):
 
 def quantized(model, scheme, vocabulary=64, **how):
     run = None
-    if needs_peaks(get_scheme(scheme)):
+    if get_scheme(scheme).input_scale_names:
         run = lambda m: m(tokens(40, vocabulary))  # noqa: E731
     return moe_ops.quantize_(model, scheme, **{"calibrate": run, "progress": False, **how})
 
@@ -87,9 +86,9 @@ def test_every_scheme_of_the_demo_model(scheme, tmp_path):
     found = logits(model, ids)
     divergence = (expected.exp() * (expected - found.double().log_softmax(-1))).sum(-1).mean()
     assert 0 < divergence < 0.15
-    layer, activation = layer_of(model), SCHEMES[scheme].activation
+    layer = layer_of(model)
     options = {"quant_config": scheme, "params_dtype": torch.bfloat16, "prefix": PREFIX}
-    if activation is None or not needs_peaks(SCHEMES[scheme]):
+    if not SCHEMES[scheme].input_scale_names:
         loaded = moe_ops.FusedMoE(16, 4, 128, 128, **options)
         moe_ops.load_checkpoint(loaded, MODEL, quantize=True, progress=False)
         assert same(layer, loaded)
@@ -437,7 +436,7 @@ def test_the_package_of_compressed_tensors_reads_them():
         plain = {"w1": layer.w13_weight[:, :256], "w3": layer.w13_weight[:, 256:],
                  "w2": layer.w2_weight}  # fmt: skip
         inputs = torch.randn(9, 128).bfloat16(), torch.randn(9, 2)
-        run = (lambda m, inputs=inputs: m(*inputs)) if needs_peaks(scheme) else None
+        run = (lambda m, inputs=inputs: m(*inputs)) if scheme.input_scale_names else None
         moe_ops.quantize_(layer, name, calibrate=run, progress=False)
         projections = {}
         for expert, shard, suffix, x in checkpoint_tensors(layer):

@@ -19,7 +19,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import moe_ops
 from moe_ops import FusedMoE, ops
 from moe_ops.layer.moving import offload
-from moe_ops.quantization.peaks import needs_peaks
 from moe_ops.residency import OffloadStats, host
 from moe_ops.scheme import SCHEMES, get_scheme
 from moe_ops.training import ExpertLora
@@ -74,7 +73,7 @@ def stored(scheme, form="plain"):
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) / 8)
     if scheme != "unquantized":
         x, logits = (t.bfloat16() for t in batch(9, hidden=WIDE))
-        run = {"calibrate": lambda m: m(x, logits)} if needs_peaks(get_scheme(scheme)) else {}
+        run = {"calibrate": lambda m: m(x, logits)} if get_scheme(scheme).input_scale_names else {}
         moe_ops.quantize_(layer, scheme, progress=False, **run)
     if form == "packed":
         layer.pack_()

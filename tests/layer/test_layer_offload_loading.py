@@ -9,7 +9,6 @@ from packed_weights import PACKABLE
 import moe_ops
 from moe_ops import FusedMoE
 from moe_ops.layer import forms
-from moe_ops.quantization.peaks import needs_peaks
 from moe_ops.scheme import SCHEMES, get_scheme
 
 E, K, SIDE = 32, 2, 128
@@ -22,7 +21,7 @@ def checkpoint(scheme, stacked=False):
     if scheme == "unquantized":
         return fused(NUMBERS) if stacked else per_expert(NUMBERS)
     scheme = get_scheme(scheme)
-    static = 0.5 if needs_peaks(scheme) else None
+    static = 0.5 if scheme.input_scale_names else None
     return per_expert(NUMBERS.quantized(scheme), input_scale=static)
 
 

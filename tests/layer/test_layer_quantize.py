@@ -13,7 +13,7 @@ import moe_ops
 from moe_ops.layer.plain import PlainExperts
 from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.quantization import quantize, targets
-from moe_ops.quantization.peaks import Peaks, needs_peaks
+from moe_ops.quantization.peaks import Peaks
 from moe_ops.quantization.targets import LayerTarget
 from moe_ops.scheme import SCHEMES, get_scheme
 from moe_ops.tensors import Routing
@@ -43,7 +43,11 @@ def batch(num_experts=E, hidden=H):
 
 
 def calibration(scheme, hidden=H):
-    return (lambda layer: layer(*batch(hidden=hidden))) if needs_peaks(get_scheme(scheme)) else None
+    return (
+        (lambda layer: layer(*batch(hidden=hidden)))
+        if get_scheme(scheme).input_scale_names
+        else None
+    )
 
 
 def quantized(layer, scheme, **how):
@@ -73,7 +77,7 @@ def test_every_scheme(scheme, activation):
     assert quantized(layer, scheme) is layer
     other = make(scheme, activation=activation, has_bias=True)
     for i in (1, 2):
-        if needs_peaks(SCHEMES[scheme]):
+        if SCHEMES[scheme].input_scale_names:
             name = f"w{'13' if i == 1 else '2'}_input_scale"
             source[name] = getattr(layer, name)
     moe_ops.load_checkpoint(other, source, quantize=True, progress=False)

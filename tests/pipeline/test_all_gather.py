@@ -12,6 +12,7 @@ from ranks import config_of, experts_of, mine, of_all_ranks, spawn
 import moe_ops
 from moe_ops.pipeline.calls import Pending
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.exchange.records import Outgoing
 from moe_ops.testing import assert_layer_matches, bounded_oracle, reference_experts
 
 
@@ -203,10 +204,11 @@ def check_errors(rank, ranks):
     with pytest.raises(ValueError, match=r"a1_scale .* the same .* got \[1.0, 2.0\]"):
         part.prepare(x, weights, ids, 6, None, False, config)
     equal = moe_ops.pipeline.AllGatherPrepareAndFinalize(equal_num_tokens=True)
+    four = Outgoing(x[:4], weights, ids, 6, None, False, config, None, False)
     for other in range(ranks):  # the rank with one token more raises, and so do the others
         with pytest.raises(RuntimeError, match="same number of tokens on every rank"):
-            equal.rows_per_rank(x[: 4 + (rank == other)], None)
-    assert equal.rows_per_rank(x[:4], None) == 4
+            equal.rows_per_rank(four._replace(a1=x[: 4 + (rank == other)]))
+    assert equal.rows_per_rank(four) == 4
 
 
 def check_micro_batches(rank, ranks):

@@ -6,11 +6,7 @@ layer computes.
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
-from inspect import signature
-from typing import Any
-
-from moe_ops.integrations._engines import attribute_of, split_name
+from moe_ops.integrations._engines import first_missing, split_name
 
 MOE = "sglang.srt.layers.moe"
 RUNNERS = f"{MOE}.moe_runner"
@@ -93,31 +89,9 @@ def formats() -> dict[str, str | None]:
 
     A name is lacking if it is not there, or if its fields or parameters are others.
     """
-    lacks = _first_missing(NAMES, PARTS)
+    lacks = first_missing(NAMES, PARTS)
     kinds = {TRITON: lacks}
     for kind, methods in LOADED_PARTS.items():
         parts = {split_name(name): parameters for name, parameters in methods.items()}
-        kinds[kind] = lacks or _first_missing(LOADED_NAMES, parts)
+        kinds[kind] = lacks or first_missing(LOADED_NAMES, parts)
     return kinds
-
-
-def _first_missing(
-    needed: dict[str, tuple[str, ...]], forms: dict[tuple[str, str], tuple[str, ...]]
-) -> str | None:
-    """Return the first name that SGLang lacks, or whose parts are others."""
-    for module, names in needed.items():
-        for name in names:
-            if attribute_of(module, name) is None:
-                return f"{module}.{name}"
-    for (module, name), parts in forms.items():
-        value = attribute_of(module, name)
-        if value is None or _part_names(value) != parts:
-            return f"{module}.{name}"
-    return None
-
-
-def _part_names(value: Any) -> tuple[str, ...]:
-    """Names of a dataclass's fields, of a NamedTuple's, or of a function's parameters."""
-    if is_dataclass(value):
-        return tuple(field.name for field in fields(value))
-    return tuple(getattr(value, "_fields", ())) or tuple(signature(value).parameters)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_ops.integrations._engines import attribute_of, split_name
+from moe_ops.integrations._engines import attribute_of, first_missing, split_name
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
 ORACLES = f"{LAYERS}.oracle"
@@ -164,16 +164,8 @@ def unknown_setting(moe_config: Any) -> str | None:
 
 def missing() -> str | None:
     """Return the first name that vLLM lacks, or whose parameters are others; None: no such name."""
-    for module, names in NAMES.items():
-        for name in names:
-            if attribute_of(module, name) is None:
-                return f"{module}.{name}"
-    for module, functions in PARAMETERS.items():
-        for name, parameters in functions.items():
-            function = attribute_of(module, name)
-            if function is None or tuple(signature(function).parameters) != parameters:
-                return f"{module}.{name}"
-    return None
+    forms = {(m, name): parts for m, own in PARAMETERS.items() for name, parts in own.items()}
+    return first_missing(NAMES, forms)
 
 
 def missing_of(format: str) -> str | None:

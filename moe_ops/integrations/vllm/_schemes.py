@@ -84,7 +84,7 @@ def library_config(config: Any, num_local_experts: int) -> FusedMoEQuantConfig:
     """
     scheme = _scheme(config)
     tensors = {f"w{i}_bias": getattr(config, f"w{i}_bias") for i in (1, 2)}
-    weight, activation = scheme.weight, scheme.activation
+    weight = scheme.weight
     for i in (1, 2):
         scale, zero_point, factor, of_rows = (
             getattr(config, name.format(i))
@@ -97,7 +97,7 @@ def library_config(config: Any, num_local_experts: int) -> FusedMoEQuantConfig:
             tensors[f"g{i}_alphas"] = factor.reshape(num_local_experts, -1)
         elif weight is not None and weight.global_scale:
             tensors[f"w{i}_gscale"] = factor
-        if activation is not None and activation.static:
+        if scheme.input_scale_names:
             tensors[f"a{i}_scale"] = of_rows.reshape(1)
     return FusedMoEQuantConfig(scheme, **tensors)
 

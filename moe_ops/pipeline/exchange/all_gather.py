@@ -64,12 +64,10 @@ class AllGatherPrepareAndFinalize(TokenExchange):
 
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Gather rows, ids and weights of ``R * P`` tokens, in the order of ranks."""
-        quant = tokens.quant
-        a1_scale = None if quant is None else tokens.quant_config.input_scales[0]
-        size = self.rows_per_rank(tokens.a1, a1_scale)
+        size = self.rows_per_rank(tokens)
         rows, scale = self.rows_of(tokens)
         beside = [padded(tokens.topk_weights, size), padded(tokens.topk_ids, size, -1)]
-        if scale is not None and quant is not None and not quant.per_tensor:
+        if scale is not None and scale.dim() > 1:  # of each row
             beside.append(padded(scale, size))
         has_adapters = tokens.lora_ids is not None
         if tokens.lora_ids is not None:

@@ -179,48 +179,13 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         """True: rows travel until the receiver is called."""
         return True
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-        *,
-        lora_ids: Tensor | None = None,
-    ) -> PrepareResult:
+    def prepare(self, *arguments: Any, **named: Any) -> PrepareResult:
         """`prepare_async`, and wait: rows, ids and weights of the tokens that have arrived."""
-        return self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-            lora_ids=lora_ids,
-        )()
+        return self.prepare_async(*arguments, **named)()
 
-    def finalize(
-        self,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> Tensor:
+    def finalize(self, *arguments: Any, **named: Any) -> Tensor:
         """Sum the ranks' results: ``(P, H)``, of which the first T rows are this rank's tokens."""
-        return self.finalize_async(
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )()
+        return self.finalize_async(*arguments, **named)()
 
     def prepare_async(
         self,
@@ -249,6 +214,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         weighted = apply_router_weight_on_input and not recorded  # otherwise by `arranged`
         later = weighted and topk_ids.shape[1] > 1 and not self.sends_slots
         everywhere = later and quant is not None and quant.of_all_rows
+        before = None if later else quant
         x, router_weights = (a1.detach(), topk_weights.detach()) if recorded else (a1, topk_weights)
         receive = self.send(
             Outgoing(
@@ -259,10 +225,11 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
                 expert_map,
                 weighted and not later,
                 quant_config,
-                None if later else quant,
+                before,
                 everywhere,
                 adapters,
                 recorded,
+                None if before is None else quant_config.input_scales[0],
             )
         )
 
@@ -328,22 +295,22 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             raise ValueError("a1 must have at most max_num_tokens tokens, got more")
         raise ValueError(f"a1 must have at most max_num_tokens = {most} tokens, got {tokens}")
 
-    def rows_per_rank(self, a1: Tensor, a1_scale: Tensor | None) -> int:
+    def rows_per_rank(self, outgoing: Outgoing) -> int:
         """Return P, the number of rows of each rank that travel; the same on all ranks.
 
         With ``equal_num_tokens`` it is the number of tokens, which is compared on the device; else
         ``max_num_tokens`` if that is given. With neither, eager calls agree on the largest number
-        of tokens of a rank, for which the host waits, and compare their ``a1_scale`` scales too.
+        of tokens of a rank, for which the host waits, and compare the given scales of rows too.
         Compiled and captured calls cannot wait: they are calls with ``equal_num_tokens``.
 
         Args:
-            a1: the tokens of this rank.
-            a1_scale: the static scale of their rows, or None.
+            outgoing: the tokens of this rank.
 
         Raises:
             ValueError: more tokens than ``max_num_tokens``; scales that differ between ranks.
         """
-        tokens, most = a1.shape[0], self.max_num_tokens
+        a1, most = outgoing.a1, self.max_num_tokens
+        tokens = a1.shape[0]
         if most is not None:
             self.check_room(a1)
         if self.group.size == 1:
@@ -359,6 +326,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
                 "given",
             )
             return tokens
+        a1_scale = outgoing.input_scale
         if a1_scale is not None:
             facts = torch.cat([facts, a1_scale.reshape(1).double()])
         of_ranks = self.group.all_gather(facts[None]).tolist()

@@ -59,8 +59,7 @@ class ExactAllToAllPrepareAndFinalize(OneCopyExchange):
         size = self.group.size
         end, places, slots = ops.moe_permutation(ranks, None, size)
         counts = end.diff()[:, None].double()
-        quant = tokens.quant
-        a1_scale = None if quant is None else tokens.quant_config.input_scales[0]
+        a1_scale = tokens.input_scale
         if a1_scale is not None:
             counts = torch.cat([counts, a1_scale.reshape(1, 1).double().expand(size, 1)], 1)
         others = self.group.wait(self.group.start_exchange(counts))

@@ -106,9 +106,7 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
 
     def copies_of(self, tokens: Outgoing, ranks: Tensor) -> Copies:
         """The first C copies for each rank, and zeros in the rest of its block."""
-        quant = tokens.quant
-        a1_scale = None if quant is None else tokens.quant_config.input_scales[0]
-        size = self.capacity(self.rows_per_rank(tokens.a1, a1_scale))
+        size = self.capacity(self.rows_per_rank(tokens))
         num_rows = self.group.size * size
         places = ops.batched_rows(ranks, 0, self.group.size, size)
         self._check_none_dropped(ranks, places, size)

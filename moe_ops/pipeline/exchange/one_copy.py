@@ -100,8 +100,7 @@ class OneCopyExchange(TokenExchange):
         rows, scale = self.rows_of(tokens)
         # Ids travel as their complement: rows that copy no token are zeros, whose ids are then -1.
         beside = [tokens.topk_weights, ~tokens.topk_ids]
-        quant = tokens.quant
-        if scale is not None and quant is not None and not quant.per_tensor:
+        if scale is not None and scale.dim() > 1:  # of each row
             beside.append(scale)
         has_adapters = tokens.lora_ids is not None
         if tokens.lora_ids is not None:

@@ -59,6 +59,8 @@ class Outgoing(NamedTuple):
     """int32 ``(T, 1)``: the tokens' adapters; None: nothing of adapters travels."""
     recorded: bool = False
     """Whether a backward pass may follow: what arrives is then `kept` and `arranged`."""
+    input_scale: Tensor | None = None
+    """The given scale with which rows are quantized before they travel, if any."""
 
 
 class Arrived(NamedTuple):

@@ -263,7 +263,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Quantize and write to the ranks of the experts."""
-        a1, scale, quant = tokens.a1, None, tokens.quant
+        a1, scale, quant = tokens.a1, tokens.input_scale, tokens.quant
         one_scale = tokens.everywhere or (quant is not None and quant.of_all_rows)
         if one_scale and self.layout.masked:  # it takes a collective
             raise NotImplementedError(
@@ -272,11 +272,9 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             )
         windows = self._ready(a1, tokens.topk_ids)
         on_input, key = tokens.on_input, "" if quant is None else quant.key
-        if quant is not None:
-            scale = tokens.quant_config.input_scales[0]
-            if quant.of_all_rows or (scale is not None and scale.numel() != 1):
-                a1, scale = self.rows_of(tokens)
-                on_input, key = False, ""
+        if quant is not None and (quant.of_all_rows or (scale is not None and scale.numel() != 1)):
+            a1, scale = self.rows_of(tokens)
+            on_input, key = False, ""
         shared = scale if scale is not None and scale.dim() == 1 and not key else None
         size = a1.shape[0] if self.equal_num_tokens else self.max_num_tokens
         rows, row_scale, weights, ids = ops.symmetric_send(

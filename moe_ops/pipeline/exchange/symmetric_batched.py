@@ -150,7 +150,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         if tokens.recorded:
             return super().send(tokens)
         windows, quant = self._ready(tokens.a1, tokens.topk_ids), tokens.quant
-        a1_scale = tokens.quant_config.input_scales[0]
+        a1_scale = tokens.input_scale
         after = quant is not None and quant.of_all_rows
         if after and tokens.on_input:  # rounded before it is known by which scale
             raise NotImplementedError(

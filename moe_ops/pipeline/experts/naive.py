@@ -15,7 +15,7 @@ from moe_ops.pipeline.formats import ExpertTokensMetadata
 from moe_ops.pipeline.gathering import counts_of
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.scheme import Quant, Scheme, dequantize_rows, dequantize_weight
-from moe_ops.tensors import ExpertWeight, QTensor
+from moe_ops.tensors import ExpertWeight
 
 
 class NaiveBatchedExperts(BatchedExperts):
@@ -77,8 +77,7 @@ def _row_mask(counts: Tensor, rows: int) -> Tensor:
 
 def _weight_products(x: Tensor, weight: ExpertWeight, scheme: Scheme) -> Tensor:
     """``x[e] @ w[e].T + bias[e]`` as float32, summed in float64; one expert after the other."""
-    stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
-    w = dequantize_weight(stored, scheme)
+    w = dequantize_weight(weight.stored, scheme)
     y = torch.stack([(x[e].double() @ w[e].double().t()).float() for e in range(len(w))])
     return y if weight.bias is None else y + weight.bias[:, None].float()
 
