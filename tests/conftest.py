@@ -47,8 +47,7 @@ torch._dynamo.config.run_gc_after_compile = False
 torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 
 # Without a GPU torch writes down the whole stack, three times, for who will have seeded one.
-if not HAS_CUDA:
-    torch.manual_seed = torch.default_generator.manual_seed
+torch.manual_seed = torch.manual_seed if HAS_CUDA else torch.default_generator.manual_seed
 
 # Fresh memory is NaN (or the largest integer): rows that a kernel forgets are seen.
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -191,16 +190,6 @@ def collect_rarely():
     gc.set_threshold(100_000, 10, 10)
 
 
-def let_loggers_propagate():
-    """Leave one logger to which pytest adds its handlers, six times for each item.
-
-    Of those that do not propagate, to which it adds them too, torch has more than 50. And a trace
-    of each compilation is made for whoever handles it.
-    """
-    for logger in logging.root.manager.loggerDict.values():
-        logger.propagate = True
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Collect without collecting garbage: modules and items stay until the end.
@@ -211,7 +200,10 @@ def pytest_collection():
     try:
         return (yield)
     finally:
-        let_loggers_propagate()
+        # pytest adds its handlers to every logger that does not propagate, six times for each item:
+        # torch has more than 50. And a trace of each compilation is made for whoever handles it.
+        for logger in logging.root.manager.loggerDict.values():
+            logger.propagate = True
         collect_rarely()
         gc.enable()
 

@@ -139,8 +139,7 @@ def test_the_product_beside_its_activation(scheme, tokens, activation, spilled):
                 call = (a, scale, w, None, tiles, TOP_K, scheme, torch.bfloat16, activation)
                 operator(*call, weight is None)
 
-        kernels = aot.compile_launch(90, launch, until=until)
-        return [k for k in kernels if "gemm" in k.metadata.name]
+        return [k for k in aot.compile_launch(90, launch, until=until) if "gemm" in k.metadata.name]
 
     kernels = gemms(expert_product.activated_product)
     used = [aot.resources(k, 90)["spilled"] for k in kernels]

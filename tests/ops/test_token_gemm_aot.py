@@ -68,10 +68,6 @@ def sizes_of(constants):
     return next(c for c in constants.values() if isinstance(c, token_sizes.TokenSizes))
 
 
-def constants(kernel):
-    return sizes_of(kernel.src.constants)
-
-
 def calls_of(run):
     """Names of kernels, and their constants; nothing is compiled."""
     return [(name, sizes_of(options)) for name, _, options in aot.launched(90, run)]
@@ -87,7 +83,7 @@ def check(kernel):
     assert used["shared"] <= HALF and used["registers"] <= most, used
     assert used["spilled"] <= 64 and used["serialized"] == 0, used
     assert "wgmma.mma_async" in kernel.asm["ptx"] and not aot.packs_garbage(kernel)
-    assert constants(kernel).STAGES >= LEAST_TOKEN_STAGES
+    assert sizes_of(kernel.src.constants).STAGES >= LEAST_TOKEN_STAGES
 
 
 def fits(shape, scheme):
@@ -119,7 +115,7 @@ def test_first_gemm(shape, scheme, setting):
     assert kernel.metadata.name == ROWS
     check(kernel)
     # Only the second GEMM's own kernel is let in before the first one's last weights.
-    assert (constants(kernel).LEAD > 0) == ((shape, scheme[0]) not in LONG_ROWS)
+    assert (sizes_of(kernel.src.constants).LEAD > 0) == ((shape, scheme[0]) not in LONG_ROWS)
 
 
 @pytest.mark.parametrize("top_k", [6, pytest.param(8, marks=pytest.mark.exhaustive), 10])
@@ -168,7 +164,7 @@ def test_second_gemm(shape, scheme, early):
     if other is not None:
         assert names(kernels) == [other, "_mul_sum_kernel"]
         return
-    assert names(kernels) == [SUM] and constants(kernels[0]).EARLY is early
+    assert names(kernels) == [SUM] and sizes_of(kernels[0].src.constants).EARLY is early
     check(kernels[0])
 
 
@@ -181,8 +177,9 @@ def test_rows_that_are_quantized_already(scheme):
             layer = Layer(empty, SHAPES["qwen3-30b"], scheme, stored=stored)
             layer.rows(), layer.sum()
 
-    called = [(name, sizes.QUANT is None) for name, sizes in calls_of(run)]
-    assert called == [(name, stored) for stored in (False, True) for name in (ROWS, SUM)]
+    assert [(name, sizes.QUANT is None) for name, sizes in calls_of(run)] == [
+        (name, stored) for stored in (False, True) for name in (ROWS, SUM)
+    ]
     for kernel in aot.compile_launch(90, run, nth=None if scheme.endswith("ue8m0") else 1):
         check(kernel)
 
@@ -199,7 +196,7 @@ def test_routings(scheme, ids, mapped, weighted):
         layer.rows(), layer.sum(weighted=weighted)
 
     kernels = aot.compile_launch(90, run)
-    assert names(kernels) == [ROWS, SUM] and constants(kernels[1]).WEIGHTED is weighted
+    assert names(kernels) == [ROWS, SUM] and sizes_of(kernels[1].src.constants).WEIGHTED is weighted
     for kernel in kernels:
         check(kernel)
 

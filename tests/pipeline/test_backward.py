@@ -269,7 +269,6 @@ def test_checkpointing_and_accumulation_are_bitwise(device):
 
 def test_a_layer_trains(device):
     """Adam on `FusedMoE` and its router; padding tokens have no gradient."""
-    torch.manual_seed(0)
     moe = moe_ops.FusedMoE(E, K, H, I, device=device, params_dtype=torch.float32, has_bias=True)
     router = torch.nn.Linear(H, E, device=device)
     for p in moe.parameters():
