@@ -45,9 +45,9 @@ torch._dynamo.config.fake_tensor_cache_enabled = False
 torch._dynamo.config.run_gc_after_compile = False
 # It also measures the guards of each graph, and empties the processor's caches before.
 torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
-# pytest adds its handlers to loggers that do not propagate, and a trace of each compilation is made
-# for whoever handles it: a tenth of the time.
-logging.getLogger("torch.__trace").propagate = True
+
+# Without a GPU torch writes down the whole stack, three times, for who will have seeded one.
+torch.manual_seed = torch.manual_seed if HAS_CUDA else torch.default_generator.manual_seed
 
 # Fresh memory is NaN (or the largest integer): rows that a kernel forgets are seen.
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -200,6 +200,10 @@ def pytest_collection():
     try:
         return (yield)
     finally:
+        # pytest adds its handlers to every logger that does not propagate, six times for each item:
+        # torch has more than 50. And a trace of each compilation is made for whoever handles it.
+        for logger in logging.root.manager.loggerDict.values():
+            logger.propagate = True
         collect_rarely()
         gc.enable()
 

@@ -26,7 +26,6 @@ def seeded(*args, **options):
 
 def test_training_moves_router_and_experts():
     """As README's block: nothing is set by hand."""
-    torch.manual_seed(0)
     router, experts = torch.nn.Linear(H, E, bias=False), make(has_bias=True)
     both = torch.nn.ModuleList([router, experts])
     optimizer, before = torch.optim.AdamW(both.parameters(), lr=1e-2), parameters(both)
@@ -110,7 +109,6 @@ def test_padding_of_hidden_sizes_stays_zero(monkeypatch):
 
 def test_initialization_can_be_skipped():
     """And nothing else draws random numbers."""
-    torch.manual_seed(0)
     state = torch.get_rng_state()
     with torch.device("meta"):
         on_meta = make()

@@ -213,7 +213,7 @@ def test_an_absent_operand_is_none():
     wrong = set()
     of_operators = aot_launches.launch_samples(STAGES)
     for run in (of_operators, aot_launches.launch_more, aot_launches.launch_early):
-        for name, arguments in aot.launched(90, run):
+        for name, arguments, _ in aot.launched(90, run):
             operands = [id(x) for x in arguments if x is not None and type(x) is not int]
             if len(set(operands)) < len(operands):
                 wrong.add(name)

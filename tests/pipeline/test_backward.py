@@ -121,7 +121,7 @@ def test_real_sizes_of_frozen_weights(scheme, device):
             marks=[pytest.mark.exhaustive] * (not HAS_CUDA),
         ),
         Problem(60, 257, 10, 64, 48, torch.bfloat16),
-        Problem(1, 8, 8, 512, 1408, torch.float32),
+        Problem(1, 8, 8, 256, 1408, torch.float32),
     ],
     ids=str,
 )
@@ -269,7 +269,6 @@ def test_checkpointing_and_accumulation_are_bitwise(device):
 
 def test_a_layer_trains(device):
     """Adam on `FusedMoE` and its router; padding tokens have no gradient."""
-    torch.manual_seed(0)
     moe = moe_ops.FusedMoE(E, K, H, I, device=device, params_dtype=torch.float32, has_bias=True)
     router = torch.nn.Linear(H, E, device=device)
     for p in moe.parameters():

@@ -153,10 +153,10 @@ def duplicate_pairs() -> list[str]:
     files = sorted(path for folder in EVERYTHING for path in (ROOT / folder).rglob("*.py"))
     equal, alike = defaultdict(set), defaultdict(set)
     for file in files:
-        lines = [*code_lines(file)]
+        lines, name = [*code_lines(file)], str(file.relative_to(ROOT))
         for first in range(len(lines) - RUN + 1):
             numbers, texts, shapes, acts = zip(*lines[first : first + RUN], strict=True)
-            place = str(file.relative_to(ROOT)), numbers[0], numbers[-1]
+            place = name, numbers[0], numbers[-1]
             equal[texts].add(place)
             if sum(acts) >= 2 and sum(shape.count(" ") + 1 for shape in shapes) >= 4 * RUN:
                 alike[shapes].add(place)

@@ -148,7 +148,7 @@ def stopping_after(stage: str) -> Iterator[None]:
     add_stages = CUDABackend.add_stages
 
     def skip(module: Any, metadata: dict[str, Any]) -> bytes:
-        if module:
+        if module and "name" not in metadata:
             metadata |= {"name": module.get_entry_func_name(), "shared": 0}
         return b""
 
@@ -251,12 +251,12 @@ def compile_launch(
 
 def launched(
     arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]
-) -> list[tuple[str, tuple[Any, ...]]]:
-    """Names and arguments of the kernels that `compile_launch` would compile; none is compiled."""
-    calls: list[tuple[str, tuple[Any, ...]]] = []
+) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Names, arguments and constants of what `compile_launch` would compile; nothing is."""
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(self: JITFunction, *args: Any, **kwargs: Any) -> None:
-        calls.append((self.__name__, args))
+        calls.append((self.__name__, args, kwargs))
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
@@ -269,7 +269,7 @@ def launched(
 
 def launched_names(arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]) -> list[str]:
     """The names of the kernels that `compile_launch` would compile; none is compiled."""
-    return [name for name, _ in launched(arch, launch)]
+    return [name for name, *_ in launched(arch, launch)]
 
 
 def rewrites_operands(kernel: Any) -> bool:
