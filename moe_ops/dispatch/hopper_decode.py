@@ -15,7 +15,7 @@ from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import LEAST_STAGES, HopperTiles
 from moe_ops.dispatch.tiles import Gemm, cdiv, is_direct
 from moe_ops.scheme import Quant, Scheme
-from moe_ops.scheme.packed import CHUNK
+from moe_ops.scheme.packed import CHUNK, widens_rows
 from moe_ops.scheme.values import SCALE_BITS
 
 DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
@@ -98,9 +98,7 @@ def decodes_to_fp8(kernel: str, scheme: Scheme) -> bool:
     quant = cast(Quant, scheme.weight)
     whole = quant.scale == "e4m3" and (quant.shared_cols or 1) % STAGE_K == 0
     integers = quant.element.name == "int4" and not quant.zero_point
-    rows = scheme.activation
-    fp8 = rows is not None and rows.per_row and rows.element.name == "fp8"
-    return kernel == DECODE_MANY and fp8 and integers and whole
+    return kernel == DECODE_MANY and widens_rows(scheme) and integers and whole
 
 
 def few_ctas(block_m: int, tiles: float, device: Device) -> int:

@@ -135,8 +135,7 @@ class GemmProblem(NamedTuple):
     @property
     def scales_sums(self) -> bool:
         """Whether such rows have one scale each, which multiplies the sums of their products."""
-        rows = get_scheme(self.scheme).activation
-        return self.rounded and rows is not None and rows.per_row
+        return self.rounded and cast(Quant, get_scheme(self.scheme).activation).per_row
 
     @property
     def groups(self) -> ScaleGroups | None:

@@ -155,8 +155,8 @@ def _least_tile(scheme: Scheme) -> int:
     64 rows: for fp8 these instructions add in another way, weights that the portable kernel
     dequantizes in registers lie in another order along K, and scales may multiply sums.
     """
-    exact = scheme.weight is None or sums_integers(scheme)
-    return ROW_TILES[0] if exact else WIDE_TILE
+    small = operand_bytes(scheme) == 2 or sums_integers(scheme)
+    return ROW_TILES[0] if small else WIDE_TILE
 
 
 @lru_cache(maxsize=16)

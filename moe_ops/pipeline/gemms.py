@@ -89,7 +89,7 @@ def quantized(
     quant, ids = scheme.activation, space.tiles.topk_ids
     if quant is None:
         return Rows(x)
-    fragments = widens_rows(scheme) and is_packed(weight.data)
+    fragments = scheme.dequantizes_both and is_packed(weight.data) and widens_rows(scheme)
     widens = fragments and not x.is_cpu  # references have no plan
     if (
         ids is None

@@ -23,7 +23,7 @@ Scales and zero points with an axis for groups have it before the rows: ``(E, G,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -197,10 +197,8 @@ def dequantizes_rows(scheme: Scheme) -> bool:
     multiplied as they are, by int4 weights in fp8 if there are many rows, and the scales multiply
     the sums.
     """
-    quant = scheme.activation
-    if quant is None or not scheme.dequantizes_both:
-        return False
-    return quant.local or (quant.per_row and quant.element.bits == 8)
+    both, quant = scheme.dequantizes_both, cast(Quant, scheme.activation)
+    return both and (quant.local or (quant.per_row and quant.element.bits == 8))
 
 
 def widens_rows(scheme: Scheme) -> bool:

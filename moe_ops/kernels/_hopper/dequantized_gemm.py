@@ -266,7 +266,7 @@ class DecodeGemm:
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], told[4], c.BLOCK_M) * c.NUM_N
             programs = min(c.CTAS * processors, most)
-            rows, row_scale = rows_in_16_bits(operands, quant, self.problem.top_k)
+            rows, row_scale = rows_in_16_bits(operands, self.problem)
             c.few(
                 (programs,), rows, rows.stride(0), *boxes, *added, row_scale, out, *factors, *told
             )
@@ -292,7 +292,7 @@ class DecodeGemm:
         }
         if quant is None:
             return pack_rows(a, None, **order)
-        if quant.local:
+        if not self.problem.scales_sums:
             return plain_rows(a, operands.a_scale, quant, **order), None
         fp8 = decodes_to_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
         form = RIFFLED if fp8 else WIDE
@@ -301,27 +301,26 @@ class DecodeGemm:
         return quantize_rows(a, None, quant, **order, form=form)
 
 
-def rows_in_16_bits(
-    operands: GemmOperands, quant: Quant | None, top_k: int = 1
-) -> tuple[Tensor, Tensor | None]:
+def rows_in_16_bits(operands: GemmOperands, problem: GemmProblem) -> tuple[Tensor, Tensor | None]:
     """Rows in 16 bits, and the scales of their sums: quantized rows become bf16, which is exact.
 
     A copy, not a conversion where rows are loaded: each tile loads them, and the kernel that
     quantizes them to fp8 writes bf16 at the same cost.
     """
+    quant = get_scheme(problem.scheme).activation
     if quant is None:
         return operands.a, None
     plan, topk_ids, expert_map = operands.tiles
-    if quant.local:
+    if not problem.scales_sums:
         grouped = topk_ids is None  # by expert: most rows may be padding
         return plain_rows(
             operands.a,
             operands.a_scale,
             quant,
             plan if grouped else None,
-            num_slots=operands.a.shape[0] * top_k,
+            num_slots=problem.sizes.num_slots,
             num_rows=plan.shape[0] - PLAN_HEADER if grouped else None,
-            top_k=top_k,
+            top_k=problem.top_k,
             gathered=False,
         ), None
     if operands.a.dtype == quant.dtype:

@@ -121,7 +121,7 @@ class DecodeJobs:
         early = operands.early and all_dense(weight.scale, weight.zero_point, topk_ids, expert_map)
         variant = variant_of(self.problem, operands)
         launch = ready(self.problem, self.tiles, variant, self.jobs, groups, early)
-        rows, row_scale = rows_in_16_bits(operands, get_scheme(self.problem.scheme).activation)
+        rows, row_scale = rows_in_16_bits(operands, self.problem)
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
         bias, weights, factors, ids, mapped = dense_vectors(

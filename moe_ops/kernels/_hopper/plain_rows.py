@@ -94,7 +94,7 @@ def plain_rows(
     *,
     gathered: bool = True,
 ) -> Tensor:
-    """Dequantize rows, and gather them as `moe_ops.kernels._hopper.pack.pack_rows` does.
+    """Dequantize rows; with a plan also gather them, see `moe_ops.kernels._hopper.pack.pack_rows`.
 
     Args:
         a: ``(rows, K)`` numbers as ``quant`` stores them, contiguous along K.
@@ -102,7 +102,7 @@ def plain_rows(
         quant: how rows are quantized, with scales along K.
         plan: see `pack_rows`; None: all rows, each to its own.
         num_slots: see `pack_rows`.
-        num_rows: see `pack_rows`; None: those of ``a``.
+        num_rows: see `pack_rows`; None: all of ``a``.
         top_k: see `pack_rows`.
         gathered: whether rows with a plan are gathered; else each row of the plan stays where it
             is in ``a``, so that ``num_rows`` bounds the rows of the plan alone.
