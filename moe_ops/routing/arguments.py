@@ -78,7 +78,14 @@ def check_indices_type(indices_type: torch.dtype | None) -> None:
 def expert_groups(
     num_experts: int, num_expert_group: int | None, topk_group: int | None, **topk: int
 ) -> tuple[int, int] | None:
-    """Check the groups of grouped top-k, and k by its name; None: all experts are one group."""
+    """Check the groups of grouped top-k, and k by its name.
+
+    Returns:
+        The number of groups and of chosen groups; None: all experts are one group.
+
+    Raises:
+        ValueError, TypeError: numbers that no grouped top-k has.
+    """
     if num_expert_group is None or topk_group is None:
         raise ValueError(
             f"num_expert_group and topk_group must be numbers, got {num_expert_group} and "

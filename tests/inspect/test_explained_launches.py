@@ -14,7 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import moe_ops  # noqa: E402
 from moe_ops.dispatch.hopper import FETCH, PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM  # noqa: E402
+from moe_ops.dispatch.hopper_decode import (  # noqa: E402
+    DECODE_FEW,
+    DECODE_MANY,
+    DECODE_SLOT,
+    DECODE_SUM,
+    decodes_to_fp8,
+)
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
 from moe_ops.inspect.devices import TARGETS  # noqa: E402
 from moe_ops.kernels._hopper import dequantized_gemm  # noqa: E402
@@ -56,7 +62,8 @@ def weights_of(scheme, mode, arch, invariant=False):
         with mode:
             return (*map(fake, dense), None)
     stored = [moe_ops.quantize_weight(w, scheme) for w in dense]
-    if arch == 90 and not invariant and all(packs(scheme, *shape[1:]) for shape in shapes):
+    plain = invariant and decodes_to_fp8(DECODE_MANY, scheme)
+    if arch == 90 and not plain and all(packs(scheme, *shape[1:]) for shape in shapes):
         stored = [moe_ops.pack_weight(w, scheme) for w in stored]
     config, quant = moe_ops.FusedMoEQuantConfig.from_weights(scheme, *stored), scheme.activation
     given = {n: t for n in TENSORS if (t := getattr(config, n)) is not None}

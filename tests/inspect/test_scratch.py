@@ -37,6 +37,7 @@ from moe_ops.scheme import (
     packs,
     quantize_weight,
 )
+from moe_ops.scheme.packed import widens_rows
 from moe_ops.testing import Problem, make_inputs, quantize_inputs
 from moe_ops.tuning.search import Subject
 
@@ -164,7 +165,11 @@ RULES = [
     (("scheme", "rows"), lambda s, r: r != "scaled" or not get_scheme(s).dequantizes_both),
     (
         ("scheme", "form", "rows"),
-        lambda s, f, r: r == "stored" or f == "packed" or not get_scheme(s).dequantizes_both,
+        lambda s, f, r: (
+            r == "stored"
+            or not get_scheme(s).dequantizes_both
+            or (f == "packed" and widens_rows(get_scheme(s)))
+        ),
     ),
 ]
 

@@ -108,13 +108,13 @@ def test_what_sglang_dequantizes(engine, caplog, mode, numbers, reason):
 @pytest.mark.parametrize(
     ("sizes", "invariant", "alternating", "packed"),
     [
-        (PACKING, True, True, []),
+        (PACKING, True, True, [0, 1]),
         ((H, WIDTH), False, True, [0]),
         ((H, WIDTH), False, False, []),
     ],
 )
-def test_weights_that_stay_plain(engine, monkeypatch, sizes, invariant, alternating, packed):
-    """No kernel that is batch-invariant reads the packed form; gate and up must be whole chunks.
+def test_which_weights_are_packed(engine, monkeypatch, sizes, invariant, alternating, packed):
+    """Also in batch-invariant mode; gate and up must be whole chunks.
 
     Rows of gate and up that alternate share the chunks.
     """

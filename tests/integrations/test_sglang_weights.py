@@ -130,7 +130,6 @@ def test_packed_in_their_own_memory(engine, caplog, kind, scheme):
 @pytest.mark.parametrize(
     ("mode", "numbers", "served"),
     [
-        ({"batch_invariant": True}, {}, True),
         ({}, {"width": 96}, True),  # gate and up must be whole chunks
         ({"runner": "lora_triton"}, {}, True),
         ({"exchange": "deepep"}, {}, True),
@@ -143,7 +142,6 @@ def test_weights_that_stay_plain(engine, caplog, mode, numbers, served):
     loaded = Loaded(engine, **numbers)
     loaded.process()
     assert loaded.holds(loaded.q) and not caplog.records
-    engine.mode.batch_invariant = False
     if served:
         assert torch.equal(loaded.run(), loaded.expected())
     else:

@@ -149,7 +149,8 @@ def test_explain_of_batch_invariant_mode(capsys):
     arguments = "--model qwen3-30b --device sm_90 --tokens 1,4096 --batch-invariant"
     assert exit_code(["explain", *arguments.split()]) == 0
     printed = capsys.readouterr().out
-    assert "bfloat16, batch-invariant" in printed and printed.count("64x128x64 /8 /4") == 2
+    assert "bfloat16, batch-invariant" in printed and "hopper_fetch" in printed
+    assert printed.count("hopper_token") == 1  # why the kernel for one token was passed over
     assert exit_code(["explain", *arguments.split(), "--scheme", "int8_tensor"]) == 1
     assert "one scale for all tokens" in capsys.readouterr().out
 

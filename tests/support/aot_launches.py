@@ -262,6 +262,9 @@ def launch_packed(empty, tile):
         tiles = given_plan(ids, 64, scheme)
         x = empty(slots, 128)
         stored_product(expert_product, x, w, scale, *[None] * 4, tiles, 1, scheme)
+        rows = empty(slots, 64, dtype=torch.uint8), empty(slots, 4, dtype=torch.uint8)
+        tail = (None, None, tiles, 1, "mxfp4", torch.bfloat16)
+        scaled_product(expert_product, *rows, w, scale, *tail)
     weights, ids = empty(1, 4, dtype=torch.float32), empty(1, 4, dtype=torch.int32)
     stored, tiles = (w, scale, None, None, None), [None, ids, None]
     stored_product(expert_product, empty(1, 128), *stored, None, tiles, 4, scheme)

@@ -22,6 +22,7 @@ from moe_ops import ops
 from moe_ops.reference import align, expert_product, quantize
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import QTensor, dequantize_weight, get_scheme, pack_weight, quantize_weight
+from moe_ops.scheme.packed import widens_rows
 from moe_ops.testing import (
     Problem,
     assert_layer_matches,
@@ -250,8 +251,8 @@ def packed_case(scheme: str, tile: int | None) -> Case:
     return Case(f"gemm/packed-weight/{scheme}/{tile}", inputs, run, check)
 
 
-def packed_under_fp8_case(scheme: str, tile: int) -> Case:
-    """A gated GEMM with a packed weight and rows that the operator quantizes."""
+def packed_under_rows_case(scheme: str, tile: int) -> Case:
+    """A gated GEMM with a packed weight, and rows that the operator quantizes or dequantizes."""
     problem = Problem(64, 5, 2, 192, 128, BF16, routing="holes", has_bias=True)
     tail, quant = (problem.top_k, scheme, BF16, "silu"), get_scheme(scheme).activation
 
@@ -259,13 +260,16 @@ def packed_under_fp8_case(scheme: str, tile: int) -> Case:
         x, w, _, _, ids, _, bias, _ = make_inputs(problem)
         with row_tile(tile, portable_only=False):
             plan = align.plan_slots(ids, None, problem.num_experts, scheme, BF16)
-        q = pack_weight(quantize_weight(w, scheme), scheme)
-        return x, None, q.data, q.scale, q.global_scale, bias, [plan, ids, None]
+        q, rows = pack_weight(quantize_weight(w, scheme), scheme), (x, None)
+        if not widens_rows(get_scheme(scheme)):
+            rows = quantize.moe_quantize(x, None, None, None, None, 1, quant.key)
+        return *rows, q.data, q.scale, q.global_scale, bias, [plan, ids, None]
 
     def check(operands: Any, actual: Tensor) -> None:
-        x, _, data, scale, factor, bias, (_, ids, _) = operands
+        *rows, data, scale, factor, bias, (_, ids, _) = operands
         w = dequantize_weight(QTensor(data, scale, None, factor), scheme).double()
-        rows = quantize.moe_quantize(x, None, None, None, None, 1, quant.key)
+        if rows[1] is None:
+            rows = quantize.moe_quantize(rows[0], None, None, None, None, 1, quant.key)
         product = numbers(*rows, scheme, 1)
         exact = exact_rows(product, w, bias, None, ids, problem.top_k)
         with row_tile(tile):
@@ -321,6 +325,6 @@ def cases() -> list[Case]:
             for s in ("mxfp4_w4a16", "int8_w8a16_g128")
             for tile in (None, 16, 128)
         ),
-        *(packed_under_fp8_case("int4_w4a8_g128", tile) for tile in (16, 128)),
+        *(packed_under_rows_case(s, t) for s in ("int4_w4a8_g128", "mxfp8") for t in (16, 128)),
         *(packed_sum_case(s, k) for s in ("mxfp4_w4a16", "int8_w8a16_g128") for k in (1, 10)),
     ]
