@@ -24,7 +24,7 @@ from moe_ops import (
     quantize_weight,
     unpack_weight,
 )
-from moe_ops.scheme.packed import pack_weight_
+from moe_ops.scheme.packed import pack_weight_, widens_rows
 
 ALL = [*PACKABLE, *UNDER_FP8, *UNDER_GROUPS, *MORE, OWN_ROWS]
 
@@ -35,6 +35,7 @@ def test_packable_schemes():
     assert {*PACKABLE} < weight_only
     assert UNDER_FP8 == ["mxfp4_w4a8_token", "int4_w4a8_g128"]
     assert UNDER_GROUPS == ["mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4"]
+    assert not widens_rows(get_scheme("fp8_channel"))
     for key in (
         "int4_w4a8_g32", "fp8:1x*:pow2|fp6_e2m3:1x32:e8m0", "int8:1x*:float32|fp4:1x32:e8m0",
     ):  # fmt: skip

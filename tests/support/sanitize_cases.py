@@ -21,7 +21,14 @@ import moe_ops
 from moe_ops import ops
 from moe_ops.reference import align, expert_product, quantize
 from moe_ops.reference.slots import local_experts
-from moe_ops.scheme import QTensor, dequantize_weight, get_scheme, pack_weight, quantize_weight
+from moe_ops.scheme import (
+    QTensor,
+    dequantize_rows,
+    dequantize_weight,
+    get_scheme,
+    pack_weight,
+    quantize_weight,
+)
 from moe_ops.scheme.packed import widens_rows
 from moe_ops.testing import (
     Problem,
@@ -270,8 +277,8 @@ def packed_under_rows_case(scheme: str, tile: int) -> Case:
         w = dequantize_weight(QTensor(data, scale, None, factor), scheme).double()
         if rows[1] is None:
             rows = quantize.moe_quantize(rows[0], None, None, None, None, 1, quant.key)
-        product = numbers(*rows, scheme, 1)
-        exact = exact_rows(product, w, bias, None, ids, problem.top_k)
+        stood_for = dequantize_rows(*rows, quant).double()
+        exact = exact_rows(stood_for, w, bias, None, ids, problem.top_k)
         with row_tile(tile):
             expected = scaled_product(expert_product, *operands, *tail)
         exact = activated(exact, "silu").rounded(BF16)
