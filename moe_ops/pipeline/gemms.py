@@ -89,8 +89,9 @@ def quantized(
     quant, ids = scheme.activation, space.tiles.topk_ids
     if quant is None:
         return Rows(x)
-    fragments = scheme.dequantizes_both and is_packed(weight.data) and widens_rows(scheme)
-    widens = fragments and not x.is_cpu  # references have no plan
+    # Not on a CPU: references have no plan.
+    fragments = scheme.dequantizes_both and not x.is_cpu and is_packed(weight.data)
+    widens = fragments and widens_rows(scheme)
     if (
         ids is None
         or not isinstance(space, SlotRows)
@@ -113,7 +114,7 @@ def quantized(
             None if space.tiles.expert_map is None else space.tiles.expert_map.shape[0],
             top_k=top_k,
             activation=activation,
-            fragments=fragments,
+            fragments=widens,
             each_slot=len(x) == tokens * k,
         )
         in_gemm = _quantizes(asked, row_tile_facts(x.device), device_facts(x.device), tuned.TABLES)

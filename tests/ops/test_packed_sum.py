@@ -14,7 +14,7 @@ from packed_weights import HALF, SERVED, random_weight
 from pairwise import half_exhaustive
 from planning import problem_of_call
 from products import stored_product, stored_sum, weight_of
-from sum_calls import one_token
+from sum_calls import SIZES, one_token
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
@@ -84,16 +84,7 @@ def check(scheme, k=4, n=128, kk=192, *, experts=5, bias=True, scaled=True, hole
     assert_matches_reference(actual, exact, expected)
 
 
-@given(
-    scheme=st.sampled_from(SERVED),
-    k=st.integers(1, 12),
-    n=st.sampled_from((64, 192)),
-    kk=st.sampled_from((64, 128, 320, 704)),
-    bias=st.booleans(),
-    scaled=st.booleans(),
-    holes=st.booleans(),
-    local=st.sampled_from((None, 3)),
-)
+@given(scheme=st.sampled_from(SERVED), **SIZES)
 def test_sum(scheme, k, n, kk, bias, scaled, holes, local):
     check(scheme, k, n, kk, bias=bias, scaled=scaled, holes=holes, local=local)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packed_weights import UNDER_FP8, UNDER_GROUPS
 from planning import problem_of_call
 from products import weight_of
-from sum_calls import one_token
+from sum_calls import SIZES, one_token
 from torch.utils._pytree import tree_map_only
 
 from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
@@ -92,13 +92,7 @@ def check(scheme, k=4, n=128, kk=192, *, bias=True, scaled=True, holes=False, lo
 
 @given(
     scheme=st.sampled_from(SERVED),
-    k=st.integers(1, 12),
-    n=st.sampled_from((64, 192)),
-    kk=st.sampled_from((64, 128, 320, 704)),
-    bias=st.booleans(),
-    scaled=st.booleans(),
-    holes=st.booleans(),
-    local=st.sampled_from((None, 3)),
+    **SIZES,
     stored=st.booleans(),
     dtype=st.sampled_from((torch.bfloat16, torch.float16)),
 )

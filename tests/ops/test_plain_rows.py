@@ -14,7 +14,7 @@ from moe_ops.dispatch.tiles import PLAN_HEADER
 
 if not (INTERPRETED or HAS_CUDA):
     pytest.skip("runs a kernel", allow_module_level=True)
-from moe_ops.kernels._hopper.plain_rows import plain_rows
+from moe_ops.kernels._hopper.plain_rows import gathered_plain_rows, plain_rows  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 SCHEMES = [*UNDER_GROUPS, "fp6_e3m2:1x16:pow2|fp4:1x32:e8m0", "int8:1x64:pow2|fp4:1x32:e8m0"]
@@ -35,10 +35,10 @@ def rows_of(scheme, count, k):
 def test_every_row(scheme):
     for count, k in ((1, 64), (37, 320), (5, 2880)):
         data, scale, quant, expected = rows_of(scheme, count, k)
-        assert torch.equal(plain_rows(data, scale, quant).cpu(), expected)
+        assert torch.equal(plain_rows(data, scale, quant, None, count, 1).cpu(), expected)
     apart = torch.zeros(5, 2 * data.shape[1], dtype=data.dtype, device=DEVICE)[:, : data.shape[1]]
     apart.copy_(data)
-    assert torch.equal(plain_rows(apart, scale, quant).cpu(), expected)
+    assert torch.equal(plain_rows(apart, scale, quant, None, 5, 1).cpu(), expected)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp8", "nvfp4"])
@@ -51,10 +51,9 @@ def test_rows_of_a_plan(scheme):
     slots, count = plan[PLAN_HEADER:].cpu(), plan.shape[0] - PLAN_HEADER
     used = torch.arange(count) < int(plan[0])
     real = used & (slots >= 0) & (slots < 80)
-    how = {"num_slots": 80, "num_rows": count, "top_k": 2}
-    gathered = plain_rows(data, scale, quant, plan, **how).cpu()
+    gathered = gathered_plain_rows(data, scale, quant, plan, 80, count, 2).cpu()
     assert torch.equal(gathered[:count][real], expected[slots[real] // 2])
-    stay = plain_rows(data, scale, quant, plan, **how, gathered=False).cpu()
+    stay = plain_rows(data, scale, quant, plan, 80, 2).cpu()
     named = torch.unique(slots[real] // 2)
     assert 30 < len(named) <= 40 and stay.shape == (40, 192)
     assert torch.equal(stay[named], expected[named])

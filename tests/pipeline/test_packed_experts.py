@@ -172,6 +172,16 @@ def test_who_quantizes_on_a_gpu(compiling, monkeypatch):
             assert (rows.data is x) == given and (rows.scale is None) == given
 
 
+def test_rows_with_scales_along_k_are_quantized_before():
+    scheme = get_scheme("mxfp8")
+    q = pack_weight(quantize_weight(torch.empty(32, 128, 256, device="meta"), scheme), scheme)
+    x = torch.empty(2, 256, dtype=torch.bfloat16, device="meta")
+    space = SlotRows(Tiles(None, torch.empty(2, 2, dtype=torch.int32, device="meta")), 32)
+    with assumed(NO_GPU):
+        rows = quantized(x, None, ExpertWeight(q.data, None, q.scale), space, scheme, 2)
+    assert rows.data.dtype == torch.float8_e4m3fn and rows.scale.shape == (2, 8)
+
+
 def operator_call(scheme="int4_w4a16_g32_zp", n=128, k=192):
     """Arguments of the operator with a packed weight."""
     problem = Problem(5, 3, 2, k, n, torch.bfloat16, "silu_no_mul", scheme=scheme)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_ops import ops
@@ -16,6 +17,17 @@ from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.scheme.weights import spread_scale
 from moe_ops.tensors import ExpertWeight, Routing
 from moe_ops.testing import Bounded
+
+SIZES = {
+    "k": st.integers(1, 12),
+    "n": st.sampled_from((64, 192)),
+    "kk": st.sampled_from((64, 128, 320, 704)),
+    "bias": st.booleans(),
+    "scaled": st.booleans(),
+    "holes": st.booleans(),
+    "local": st.sampled_from((None, 3)),
+}
+"""Strategies of calls of one token: slots, N, K, and what there is besides."""
 
 
 def one_token(

@@ -25,7 +25,7 @@ from moe_ops.dispatch.hopper_decode import (
 )
 from moe_ops.dispatch.portable import EVERY_COLUMN
 from moe_ops.dispatch.problem import GemmProblem
-from moe_ops.dispatch.tiles import PLAN_HEADER, cdiv, max_row_tiles
+from moe_ops.dispatch.tiles import cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
@@ -34,7 +34,7 @@ from moe_ops.kernels._hopper.dequantized_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.dequantized_products import ALONE
 from moe_ops.kernels._hopper.layout import TiledLayout
 from moe_ops.kernels._hopper.pack import RIFFLED, WIDE, pack_rows, quantize_rows
-from moe_ops.kernels._hopper.plain_rows import plain_rows
+from moe_ops.kernels._hopper.plain_rows import gathered_plain_rows, plain_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, dense_vectors
@@ -293,7 +293,7 @@ class DecodeGemm:
         if quant is None:
             return pack_rows(a, None, **order)
         if not self.problem.scales_sums:
-            return plain_rows(a, operands.a_scale, quant, **order), None
+            return gathered_plain_rows(a, operands.a_scale, quant, **order), None
         fp8 = decodes_to_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
         form = RIFFLED if fp8 else WIDE
         if a.dtype == quant.dtype:
@@ -312,17 +312,9 @@ def rows_in_16_bits(operands: GemmOperands, problem: GemmProblem) -> tuple[Tenso
         return operands.a, None
     plan, topk_ids, expert_map = operands.tiles
     if not problem.scales_sums:
-        grouped = topk_ids is None  # by expert: most rows may be padding
-        return plain_rows(
-            operands.a,
-            operands.a_scale,
-            quant,
-            plan if grouped else None,
-            num_slots=problem.sizes.num_slots,
-            num_rows=plan.shape[0] - PLAN_HEADER if grouped else None,
-            top_k=problem.top_k,
-            gathered=False,
-        ), None
+        named_by = plan if topk_ids is None else None  # rows grouped by expert may be padding
+        slots = (problem.sizes.num_slots, problem.top_k)
+        return plain_rows(operands.a, operands.a_scale, quant, named_by, *slots), None
     if operands.a.dtype == quant.dtype:
         return operands.a.to(torch.bfloat16), dense(operands.a_scale)
     return wide_rows(operands.a, topk_ids, expert_map, operands.num_experts, quant)

@@ -7,13 +7,14 @@ dequantized once, not in each tile that reads them.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import cdiv
+from moe_ops.dispatch.tiles import PLAN_HEADER, cdiv
 from moe_ops.kernels._gemm.weight_only import (
     as_bytes,
     format_of_rows,
@@ -30,7 +31,7 @@ from moe_ops.scheme import Quant
 MOST_COLS, NUMBERS = 256, 4096
 """The most columns, and the numbers, that a program dequantizes at a time."""
 MOST_PROGRAMS = 8192
-"""The most programs: most rows of a plan may be padding."""
+"""The most programs, as a plan may be mostly padding, which takes a program no time."""
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
@@ -39,10 +40,10 @@ def _plain_rows_kernel(
     K: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GATHERED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (i, j) share rows among i, each ROWS at a time, of which each has COLS columns.
+    """Program (i, j) dequantizes COLS columns of every i-th ROWS rows.
 
-    ``plan``: its rows are dequantized, and no padding; None: row r of ``a`` to row r, all of them.
-    GATHERED: to the rows of the plan; else each to its own row.
+    ``plan``: names the rows; None: all rows of ``a``. GATHERED: the result has them in the order of
+    the plan; else each in its own place.
     """
     take_turn()
     used = num_rows
@@ -67,8 +68,8 @@ def _launch(
     k: int, top_k: int, quant: Quant, words: bool, gathered: bool
 ) -> tuple[Launch, int, int]:
     """The kernel, rows per program, and programs along a row."""
-    cols = min(MOST_COLS, max(quant.group.cols, next_power_of_2(k)))
-    rows = NUMBERS // cols  # no more than the smallest row tile of a plan
+    cols = min(MOST_COLS, next_power_of_2(k))
+    rows = NUMBERS // cols
     more = {"launch_pdl": False} if gathered else {}  # as for the GEMM kernel that reads these rows
     kernel = Launch(
         _plain_rows_kernel,
@@ -84,41 +85,65 @@ def _launch(
 
 
 def plain_rows(
-    a: Tensor,
-    a_scale: Tensor,
-    quant: Quant,
-    plan: Tensor | None = None,
-    num_slots: int = 0,
-    num_rows: int | None = None,
-    top_k: int = 1,
-    *,
-    gathered: bool = True,
+    a: Tensor, a_scale: Tensor, quant: Quant, plan: Tensor | None, num_slots: int, top_k: int
 ) -> Tensor:
-    """Dequantize rows; with a plan also gather them, see `moe_ops.kernels._hopper.pack.pack_rows`.
+    """Dequantize rows, each to its own place.
 
     Args:
         a: ``(rows, K)`` numbers as ``quant`` stores them, contiguous along K.
-        a_scale: ``(rows, G)``, contiguous.
+        a_scale: ``(rows, G)``.
         quant: how rows are quantized, with scales along K.
-        plan: see `pack_rows`; None: all rows, each to its own.
+        plan: a plan that names the rows that are needed; None: all are.
         num_slots: see `pack_rows`.
-        num_rows: see `pack_rows`; None: all of ``a``.
-        top_k: see `pack_rows`.
-        gathered: whether rows with a plan are gathered; else each row of the plan stays where it
-            is in ``a``, so that ``num_rows`` bounds the rows of the plan alone.
+        top_k: slots per row of ``a``.
 
     Returns:
-        bf16 ``(R, K)``; rows of padding, and those that the plan does not name, are undefined.
+        bf16 ``(rows, K)``; rows that the plan does not name are undefined.
     """
-    gathered &= plan is not None
-    k, count = a.shape[1] * quant.element.values_per_byte, num_rows or a.shape[0]
+    count = a.shape[0] if plan is None else plan.shape[0] - PLAN_HEADER
+    order = _PlannedRows(plan, num_slots, count, top_k)
+    return _in_bf16(a, a_scale, quant, order, a.shape[0], gathered=False)
+
+
+def gathered_plain_rows(
+    a: Tensor,
+    a_scale: Tensor,
+    quant: Quant,
+    plan: Tensor,
+    num_slots: int,
+    num_rows: int,
+    top_k: int,
+) -> Tensor:
+    """Dequantize rows, and gather them as `pack_rows` does, which describes the arguments.
+
+    Returns:
+        bf16 ``(R, K)``; padding rows are undefined.
+    """
+    order = _PlannedRows(plan, num_slots, num_rows, top_k)
+    return _in_bf16(a, a_scale, quant, order, num_rows, gathered=True)
+
+
+class _PlannedRows(NamedTuple):
+    """Which rows a launch reads."""
+
+    plan: Tensor | None
+    num_slots: int
+    count: int
+    """The most rows that are read: of the plan, or without one of ``a``."""
+    top_k: int
+
+
+def _in_bf16(
+    a: Tensor, a_scale: Tensor, quant: Quant, order: _PlannedRows, num_rows: int, *, gathered: bool
+) -> Tensor:
+    """Launch the kernel; the result has ``num_rows`` rows."""
     entries, scale = stored_entries(a, quant), as_bytes(dense(a_scale))
-    words = entries.dtype == torch.uint16
-    out = a.new_empty(count if gathered else a.shape[0], k, dtype=torch.bfloat16)
-    kernel, height, pieces = _launch(k, top_k, quant, words, gathered)
-    programs = min(cdiv(count, height), cdiv(MOST_PROGRAMS, pieces))
+    out = a.new_empty(num_rows, a.shape[1] * quant.element.values_per_byte, dtype=torch.bfloat16)
+    words, plan = entries.dtype == torch.uint16, order.plan
+    kernel, height, pieces = _launch(out.shape[1], order.top_k, quant, words, gathered)
+    programs = min(cdiv(order.count, height), cdiv(MOST_PROGRAMS, pieces))
     kernel(
-        (programs, pieces), entries, scale, out, plan, num_slots, count,
+        (programs, pieces), entries, scale, out, plan, order.num_slots, order.count,
         0 if plan is None else plan.shape[0], entries.stride(0), scale.shape[1],
     )  # fmt: skip
     return out
