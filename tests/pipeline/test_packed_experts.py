@@ -172,13 +172,15 @@ def test_who_quantizes_on_a_gpu(compiling, monkeypatch):
             assert (rows.data is x) == given and (rows.scale is None) == given
 
 
-def test_rows_with_scales_along_k_are_quantized_before():
+def test_rows_with_scales_along_k_are_quantized_before(monkeypatch):
+    """Also under a compiler, which has no plan to ask."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     scheme = get_scheme("mxfp8")
     q = pack_weight(quantize_weight(torch.empty(32, 128, 256, device="meta"), scheme), scheme)
     x = torch.empty(2, 256, dtype=torch.bfloat16, device="meta")
     space = SlotRows(Tiles(None, torch.empty(2, 2, dtype=torch.int32, device="meta")), 32)
     with assumed(NO_GPU):
-        rows = quantized(x, None, ExpertWeight(q.data, None, q.scale), space, scheme, 2)
+        rows = quantized(x, None, ExpertWeight(q.data, None, q.scale), space, scheme)
     assert rows.data.dtype == torch.float8_e4m3fn and rows.scale.shape == (2, 8)
 
 
