@@ -45,6 +45,9 @@ torch._dynamo.config.fake_tensor_cache_enabled = False
 torch._dynamo.config.run_gc_after_compile = False
 # It also measures the guards of each graph, and empties the processor's caches before.
 torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
+# And it looks for what the guards of a graph have in common, longer than it saves in a few calls.
+torch._dynamo.guards.PyExprCSEPass.count = lambda self, expressions: None
+torch._dynamo.guards.PyExprCSEPass.replace = lambda self, expression: ([], expression)
 
 # Without a GPU torch writes down the whole stack, three times, for who will have seeded one.
 torch.manual_seed = torch.manual_seed if HAS_CUDA else torch.default_generator.manual_seed

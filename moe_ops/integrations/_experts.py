@@ -63,7 +63,7 @@ def own_weights(experts: Any) -> Weights:
     if not _torchao.is_torchao_tensor(w1) and not _torchao.is_torchao_tensor(w2):
         if experts.is_transposed:
             w1, w2 = w1.permute(axes), w2.permute(axes)
-        return Weights(w1, w2, w1_bias, w2_bias)
+        return Weights(w1, w2, w1_bias, w2_bias, NOT_QUANTIZED)
     reason = _torchao.unsupported_pair(w1, w2, axes)
     if reason:
         raise NotImplementedError(

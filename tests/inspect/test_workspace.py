@@ -159,7 +159,10 @@ def test_batched_by_hand():
     rows, h, y = (nbytes(2 * E * T * n) for n in (H, I, H))
     expected = counts + plan(E * T) + max(rows + h, h + y)
     # What dispatching also returns, an empty scale, takes no memory.
-    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, format="batched") == expected
+    sizes, batched = (T, H, I, E, K, BF16), {"format": "batched"}
+    assert moe_ops.workspace_nbytes(*sizes, **batched, device="cpu") == expected
+    # Programs of Hopper's kernels draw their tiles from a counter.
+    assert moe_ops.workspace_nbytes(*sizes, **batched, device="sm_90") == expected + nbytes(4)
 
 
 def test_chunks_by_hand():

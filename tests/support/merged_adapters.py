@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_ops.activation import MoEActivation
 from moe_ops.pipeline.adapters import Adapters, LowRank
-from moe_ops.testing import Inputs, Problem, assert_matches_reference
+from moe_ops.testing import Inputs, Problem, assert_layer_matches
 
 L, R = 3, 4
 LAYOUTS = ("one", "apart", "shared", "apart and shared")
@@ -123,4 +123,4 @@ def assert_merged(
     reference = layer(
         problem, its._replace(w1=near[0], w2=near[1]), dtype, None, (pairs, adapters.lora_ids)
     )
-    assert_matches_reference(actual.cpu(), oracle, reference.to(dtype))
+    assert_layer_matches(actual.cpu(), oracle, reference.to(dtype))
