@@ -25,8 +25,8 @@ class Weights(NamedTuple):
     """``(E, H, I)``."""
     w1_bias: Tensor | None
     w2_bias: Tensor | None
-    quant_config: FusedMoEQuantConfig = NOT_QUANTIZED
-    """Scheme and scales."""
+    quant_config: FusedMoEQuantConfig
+    """Scheme and scales. Without a default, which Dynamo of torch 2.11 cannot wrap."""
 
 
 def weights_of(experts: Any) -> Weights:
