@@ -266,16 +266,16 @@ def launch_turned(empty):
 @every_row(("scheme",), [(scheme,) for scheme in (*SCHEMES, "turned")])
 def test_every_fetching_tile(scheme, one_of_two):
     """Rows come by copies of 16 bytes. 2880 and 2904 are no whole steps of 8 and of 16 bits."""
-    config, first_gemm = packed(128, 256, True, FETCH), one_of_two(0)
+    config, nth = packed(128, 256, True, FETCH), one_of_two(scheme == "turned")
     if scheme == "turned":
-        launch, scheme, first_gemm = launch_turned, "unquantized", None
+        launch, scheme = launch_turned, "unquantized"
     elif scheme == "unquantized":
         launch = launch_ordered("swigluoai", None, False, config, 2904)
     else:
         launch = launch_hopper_layer(scheme, 65536, "swigluoai", 2880, 1408, True, config)
-    launched = aot.compile_launch(90, launch, nth=first_gemm)
+    launched = aot.compile_launch(90, launch, nth=nth)
     kernels = [k for k in launched if "hopper" in k.metadata.name]
-    assert len(kernels) == (2 if first_gemm is None else 1)
+    assert len(kernels) == (2 if nth is None else 1)
     for kernel in kernels:
         assert check_packed(kernel, scheme, 128, 256, True).FETCHES
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (\w+),", kernel.asm["ptx"])
