@@ -205,9 +205,9 @@ class StoredAs(NamedTuple):
     """The key of the weight's `Quant`; None: not quantized."""
     interleaved: bool
     """Whether gate and up rows alternate."""
-    rank: RankPart = RankPart()
+    rank: RankPart
     """What the rows hold."""
-    form: str = PLAIN
+    form: str
     """The form of the weights; ``packed`` if ``w13`` or ``w2`` is."""
 
     def differs_from(self, wanted: Quant | None, *, interleaved: bool) -> str | None:
