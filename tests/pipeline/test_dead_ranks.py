@@ -31,7 +31,7 @@ P, LOGICAL, K, ROOM, DEAD = 8, PROBLEM.num_experts, PROBLEM.top_k, 9, 1
 PLACEMENT = [0, 1, 2, 3, 4, 5, 2, 0]
 """The logical expert of each physical one: of both on rank 1 of four, one has a replica."""
 COUNTS = {2: (7, 4), 4: (3, 4, 1, 3)}
-TIMEOUT = 3
+TIMEOUT = 2
 """Seconds to wait for the dead rank."""
 MESSAGE = "for rank 1, which did not answer; .* are NaN: call set_live_ranks on all live ranks"
 SYMMETRIC = moe_ops.pipeline.SymmetricPrepareAndFinalize
