@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import triton
-from gluon_values import Barrier, Barriers, Pointer, Shared, Value, as_slot, plain, torch_dtype
+from gluon_values import TURN, Barrier, Barriers, Pointer, Shared, Value, as_slot, plain, torch_dtype
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -155,13 +155,14 @@ def wait_for_products(outstanding: int, deps: Any) -> Any:
 
 
 def specialize(partitions: Any, warps: Any, registers: Any) -> None:
-    """Run every partition in a thread of its own."""
+    """Run every partition in a thread of its own; they take turns, see `TURN`."""
     program, failures = LOCAL.program, []
 
     def run(function: Any, arguments: Any, threads: int) -> None:
         LOCAL.program, LOCAL.threads, LOCAL.failures = program, threads, failures
         try:
-            function(*arguments)
+            with TURN:
+                function(*arguments)
         except BaseException as failure:  # noqa: BLE001
             failures.append(failure)
 

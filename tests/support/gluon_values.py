@@ -16,6 +16,9 @@ import torch
 PATIENCE_S, POLL_S = 20, 0.1
 """A barrier that is waited for longer than PATIENCE_S never completes; POLL_S is how often a
 waiting partition looks whether another one has failed."""
+TURN = threading.RLock()
+"""A partition holds it while it runs, until it waits for a barrier. Threads that run at once would
+hand Python's own lock to each other at every tensor operation."""
 DTYPES = {
     "int1": torch.bool, "int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16,
     "uint16": torch.uint16, "int32": torch.int32, "uint32": torch.int64, "int64": torch.int64,
@@ -186,7 +189,7 @@ class Barrier(Shared):
     def __init__(self, count: int) -> None:
         self.count = self.arrivals = count
         self.bytes, self.finished = 0, 0
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(TURN)
 
     def update(self, arrivals: int, nbytes: int) -> None:
         with self.changed:
