@@ -19,7 +19,17 @@ from unittest import mock
 
 import torch
 import triton
-from gluon_values import TURN, Barrier, Barriers, Pointer, Shared, Value, as_slot, plain, torch_dtype
+from gluon_values import (
+    TURN,
+    Barrier,
+    Barriers,
+    Pointer,
+    Shared,
+    Value,
+    as_slot,
+    plain,
+    torch_dtype,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
