@@ -2,8 +2,9 @@
 
 Triton's interpreter does not know Gluon. Here a kernel's own Python runs on torch tensors: every
 function that it calls is copied with globals of its own, in which Gluon's language means what is
-below. Each partition of a warp-specialised kernel is a thread, and barriers in shared memory count
-arrivals and bytes as the hardware does, so that a wrong count of bytes hangs (and fails) here too.
+below. Each partition of a warp-specialised kernel is a thread, which runs until it waits for a
+barrier. Barriers in shared memory count arrivals and bytes as the hardware does, so that a wrong
+count of bytes hangs (and fails) here too.
 Layouts mean nothing here: compiling for sm_90 checks them.
 """
 
