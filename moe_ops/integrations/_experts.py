@@ -26,7 +26,7 @@ class Weights(NamedTuple):
     w1_bias: Tensor | None
     w2_bias: Tensor | None
     quant_config: FusedMoEQuantConfig
-    """Scheme and scales. Without a default, which Dynamo of torch 2.11 cannot wrap."""
+    """Scheme and scales. There is no default, since Dynamo of torch 2.11 could not wrap it."""
 
 
 def weights_of(experts: Any) -> Weights:

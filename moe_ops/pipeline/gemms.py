@@ -90,8 +90,7 @@ def quantized(
     if quant is None:
         return Rows(x)
     # Not on a CPU: references have no plan.
-    fragments = scheme.dequantizes_both and not x.is_cpu and is_packed(weight.data)
-    widens = fragments and widens_rows(scheme)
+    widens = not x.is_cpu and is_packed(weight.data) and widens_rows(scheme)
     if (
         ids is None
         or not isinstance(space, SlotRows)

@@ -4,8 +4,8 @@ Triton's interpreter does not know Gluon. Here a kernel's own Python runs on tor
 function that it calls is copied with globals of its own, in which Gluon's language means what is
 below. Each partition of a warp-specialised kernel is a thread, which runs until it waits for a
 barrier. Barriers in shared memory count arrivals and bytes as the hardware does, so that a wrong
-count of bytes hangs (and fails) here too.
-Layouts mean nothing here: compiling for sm_90 checks them.
+count of bytes hangs (and fails) here too. Layouts mean nothing here: compiling for sm_90 checks
+them.
 """
 
 from __future__ import annotations

@@ -313,8 +313,15 @@ def rows_in_16_bits(operands: GemmOperands, problem: GemmProblem) -> tuple[Tenso
     plan, topk_ids, expert_map = operands.tiles
     if not problem.scales_sums:
         named_by = plan if topk_ids is None else None  # rows grouped by expert may be padding
-        slots = (problem.sizes.num_slots, problem.top_k)
-        return plain_rows(operands.a, operands.a_scale, quant, named_by, *slots), None
+        rows = plain_rows(
+            operands.a,
+            operands.a_scale,
+            quant,
+            named_by,
+            num_slots=problem.sizes.num_slots,
+            top_k=problem.top_k,
+        )
+        return rows, None
     if operands.a.dtype == quant.dtype:
         return operands.a.to(torch.bfloat16), dense(operands.a_scale)
     return wide_rows(operands.a, topk_ids, expert_map, operands.num_experts, quant)

@@ -7,7 +7,6 @@ dequantized once, not in each tile that reads them.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -101,8 +100,7 @@ def plain_rows(
         bf16 ``(rows, K)``; rows that the plan does not name are undefined.
     """
     count = a.shape[0] if plan is None else plan.shape[0] - PLAN_HEADER
-    order = _PlannedRows(plan, num_slots, count, top_k)
-    return _in_bf16(a, a_scale, quant, order, a.shape[0], gathered=False)
+    return _in_bf16(a, a_scale, quant, plan, num_slots, count, top_k, gathered=False)
 
 
 def gathered_plain_rows(
@@ -119,31 +117,29 @@ def gathered_plain_rows(
     Returns:
         bf16 ``(R, K)``; padding rows are undefined.
     """
-    order = _PlannedRows(plan, num_slots, num_rows, top_k)
-    return _in_bf16(a, a_scale, quant, order, num_rows, gathered=True)
-
-
-class _PlannedRows(NamedTuple):
-    """Which rows a launch reads."""
-
-    plan: Tensor | None
-    num_slots: int
-    count: int
-    """The most rows that are read: of the plan, or without one of ``a``."""
-    top_k: int
+    return _in_bf16(a, a_scale, quant, plan, num_slots, num_rows, top_k, gathered=True)
 
 
 def _in_bf16(
-    a: Tensor, a_scale: Tensor, quant: Quant, order: _PlannedRows, num_rows: int, *, gathered: bool
+    a: Tensor,
+    a_scale: Tensor,
+    quant: Quant,
+    plan: Tensor | None,
+    num_slots: int,
+    count: int,
+    top_k: int,
+    *,
+    gathered: bool,
 ) -> Tensor:
-    """Launch the kernel; the result has ``num_rows`` rows."""
+    """Launch the kernel. ``count``: the most rows that are read, of the plan or else of ``a``."""
     entries, scale = stored_entries(a, quant), as_bytes(dense(a_scale))
-    out = a.new_empty(num_rows, a.shape[1] * quant.element.values_per_byte, dtype=torch.bfloat16)
-    words, plan = entries.dtype == torch.uint16, order.plan
-    kernel, height, pieces = _launch(out.shape[1], order.top_k, quant, words, gathered)
-    programs = min(cdiv(order.count, height), cdiv(MOST_PROGRAMS, pieces))
+    k = a.shape[1] * quant.element.values_per_byte
+    out = a.new_empty(count if gathered else a.shape[0], k, dtype=torch.bfloat16)
+    words = entries.dtype == torch.uint16
+    kernel, height, pieces = _launch(k, top_k, quant, words, gathered)
+    programs = min(cdiv(count, height), cdiv(MOST_PROGRAMS, pieces))
     kernel(
-        (programs, pieces), entries, scale, out, plan, order.num_slots, order.count,
+        (programs, pieces), entries, scale, out, plan, num_slots, count,
         0 if plan is None else plan.shape[0], entries.stride(0), scale.shape[1],
     )  # fmt: skip
     return out
