@@ -25,8 +25,9 @@ endif
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export TOKENIZERS_PARALLELISM := false
 # Bytecode is made of what is imported, and kept, also where the environment says otherwise: pip would
-# compile every file of every package, and tests start processes that import the same again.
-export PIP_NO_COMPILE := 1
+# compile every file of every package, and tests start processes that import the same again. (pip takes
+# PIP_NO_COMPILE=1 for "compile".)
+export PIP_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 # Workers share the cores: threads of their own would only spin against each other. In large pages the
 # compilers' many small objects take a twentieth less time.
