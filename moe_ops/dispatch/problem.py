@@ -138,6 +138,16 @@ class GemmProblem(NamedTuple):
         return self.rounded and cast(Quant, get_scheme(self.scheme).activation).per_row
 
     @property
+    def scales_all(self) -> bool:
+        """Whether such rows share one scale, or an expert's rows do."""
+        return self.rounded and cast(Quant, get_scheme(self.scheme).activation).per_tensor
+
+    @property
+    def scales_along_k(self) -> bool:
+        """Whether such rows have scales along K, which multiply their numbers."""
+        return self.rounded and cast(Quant, get_scheme(self.scheme).activation).local
+
+    @property
     def groups(self) -> ScaleGroups | None:
         """The scale groups of two quantized operands; None: the operands are not quantized."""
         scheme, weight_rows = get_scheme(self.scheme), self.scale_rows

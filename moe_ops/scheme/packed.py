@@ -193,12 +193,12 @@ def bits_spread(quant: Quant) -> bool:
 def dequantizes_rows(scheme: Scheme) -> bool:
     """Whether kernels of packed weights dequantize the scheme's activations too, to bf16.
 
-    Scales along K multiply the numbers, exactly. Numbers of 8 bits with one scale per row are
-    multiplied as they are, by int4 weights in fp8 if there are many rows, and the scales multiply
-    the sums.
+    Scales along K multiply the numbers, exactly. Numbers of 8 bits with one scale per row, or one
+    of all rows, are multiplied as they are (by int4 weights in fp8 if there are many rows with a
+    scale each), and the scales multiply the sums.
     """
     both, quant = scheme.dequantizes_both, cast(Quant, scheme.activation)
-    return both and (quant.local or (quant.per_row and quant.element.bits == 8))
+    return both and (quant.local or quant.element.bits == 8)
 
 
 def widens_rows(scheme: Scheme) -> bool:
@@ -226,7 +226,7 @@ def _refusal(name: str, scheme: Scheme, n: int, k: int) -> tuple[type[Exception]
     """Why a weight ``(E, N, K)`` has no packed form: the exception to raise, and its text."""
     quant, to_pack = scheme.weight, f"if {name} is packed (see pack_weight)"
     if quant is None or not (scheme.activation is None or dequantizes_rows(scheme)):
-        rows = "rows, if quantized, have 8 bits and one scale each, or scales along K"
+        rows = "rows, if quantized, have 8 bits or scales along K"
         rule = f"scheme must dequantize weights, and its {rows}, {to_pack}"
         return NotImplementedError, f"{rule}, got {scheme.name}"
     if quant.group.rows != 1:

@@ -268,7 +268,7 @@ def test_refused_content(tiles, rows, why):
 
 
 def test_schemes_without_a_packed_form():
-    for scheme in ("fp8_channel", "mxfp4_w4a8", "unquantized"):
+    for scheme in ("fp8_channel", "fp8_w8a16_block128", "unquantized"):
         name = file_name(SIZES, "NVIDIA H200", scheme)
         with pytest.raises(ValueError, match=f"kernel must be one that has {scheme} in tiles of"):
             parse_tuned_layer(name, json.dumps(record(8, _64=entry(16, few()))))

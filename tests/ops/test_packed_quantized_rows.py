@@ -13,7 +13,7 @@ from decoded_gemms import quantized_rows
 from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_weights import UNDER_FP8, UNDER_GROUPS
+from packed_weights import ROWS_SERVED, UNDER_FP8, WIDENED_ROWS
 from pairwise import half_exhaustive
 from planning import problem_of_call
 from plans import ids_of, partly_full, planned, row_tile
@@ -35,9 +35,6 @@ from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
 BF16 = torch.bfloat16
-WIDENED = [*UNDER_FP8, "int4_w4a8_g32", "fp8:1x*:pow2|fp4:1x16:e4m3:global_scale"]
-"""Schemes whose rows the operator quantizes, if they are not stored."""
-SERVED = [*WIDENED, *UNDER_GROUPS, "int8:1x*:float32|fp4:1x32:e8m0"]
 
 if INTERPRETED:
     from gluon_interpreter import interpreted
@@ -79,7 +76,7 @@ def check(problem, scheme, activation="", *, stored=True, tile=None, direct=Fals
     """
     x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
     k, q, dtype = problem.top_k, quantize_weight(w, scheme), x.dtype
-    stored |= scheme not in WIDENED
+    stored |= scheme not in WIDENED_ROWS
     local = local_experts(ids, expert_map, len(w))
     used = (local >= 0).view(len(x), k).any(1)
     x[~used] = torch.nan
@@ -104,7 +101,7 @@ def check(problem, scheme, activation="", *, stored=True, tile=None, direct=Fals
 
 
 @given(
-    scheme=st.sampled_from(SERVED),
+    scheme=st.sampled_from(ROWS_SERVED),
     stored=st.booleans(),
     tokens=st.sampled_from((0, 1, 5, 40)),
     k=st.integers(1, 3),
@@ -121,26 +118,29 @@ def test_gemm(scheme, stored, tokens, k, n, kk, dtype, tile, has_bias, local, ro
     check(gemm_problem(tokens, k, kk, n, dtype, **how), scheme, stored=stored, tile=tile)
 
 
-@pytest.mark.parametrize("scheme", SERVED)
+@pytest.mark.parametrize("scheme", ROWS_SERVED)
 def test_every_scheme_with_gates(scheme):
     """Each scheme, and each tile, with gates in two forms; in the interpreter in turns."""
-    mine = ROW_TILES[SERVED.index(scheme) % 2 :: 2] if INTERPRETED else ROW_TILES
+    mine = ROW_TILES[ROWS_SERVED.index(scheme) % 2 :: 2] if INTERPRETED else ROW_TILES
     for tile in mine:
-        stored = (SERVED.index(scheme) // 2 + mine.index(tile)) % 2 == 0
+        stored = (ROWS_SERVED.index(scheme) // 2 + mine.index(tile)) % 2 == 0
         kind = "silu" if stored else "swigluoai"
         problem = Problem(9, 4, 2, 192, 128, BF16, kind, has_bias=True)
         check(problem, scheme, kind, stored=stored, tile=tile)
 
 
 @pytest.mark.parametrize("tile", [16, 128])
-@pytest.mark.parametrize("scheme", ["nvfp4", "int4_w4a8_g128"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "int4_w4a8_g128", "mxfp4_w4a8"])
 def test_rows_grouped_by_expert(scheme, tile):
-    """Only rows below an expert's count are read."""
+    """Only rows below an expert's count are read; static scales are one an expert."""
     counts, most, n, k = (tile + 1, 0, 3), tile + 5, 128, 192
     g = torch.Generator().manual_seed(0)
     x = torch.randn(len(counts) * most, k, generator=g).bfloat16()
     q = quantize_weight((torch.randn(len(counts), n, k, generator=g) / k**0.5).bfloat16(), scheme)
     data, scale, numbers = quantized_rows(x, get_scheme(scheme).activation)
+    if get_scheme(scheme).activation.static:
+        factors = torch.tensor([[1.0], [3.0], [0.25]])
+        scale, numbers = scale * factors, numbers * factors.repeat_interleave(most, 0)
     used = (torch.arange(most) < torch.tensor(counts)[:, None]).flatten()
     ids = torch.arange(len(counts)).repeat_interleave(most)[:, None]
     exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, None, ids, 1)
@@ -246,7 +246,7 @@ def test_sizes_of_models(scheme, sizes):
 MAGNITUDES = [1e-12, 1e-4, 300.0, 1e12]
 
 
-@pytest.mark.parametrize("scheme", SERVED)
+@pytest.mark.parametrize("scheme", ROWS_SERVED)
 def test_small_and_large_numbers(scheme):
     for magnitude in MAGNITUDES:
         check_magnitude(scheme, magnitude)
@@ -258,7 +258,7 @@ def check_magnitude(scheme, magnitude):
     q = quantize_weight(w.float() * magnitude, scheme)
     data, scale, numbers = quantized_rows(x / magnitude, get_scheme(scheme).activation)
     exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, None, ids, 2)
-    turn = SERVED.index(scheme) + MAGNITUDES.index(magnitude)
+    turn = ROWS_SERVED.index(scheme) + MAGNITUDES.index(magnitude)
     for tile in ((16, 32, 128)[turn % 3],) if INTERPRETED else (16, 32, 128):
         with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
             tiles = planned(ids, None, len(w), scheme)

@@ -10,7 +10,7 @@ from decoded_gemms import quantized_rows
 from gemm_rows import exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_weights import UNDER_FP8, UNDER_GROUPS
+from packed_weights import ROWS_SERVED, WIDENED_ROWS
 from planning import problem_of_call
 from products import weight_of
 from sum_calls import SIZES, one_token
@@ -27,9 +27,6 @@ from moe_ops.testing import assert_matches_reference
 
 pytestmark = pytest.mark.kernel
 BF16 = torch.bfloat16
-WIDENED = [*UNDER_FP8, "int4_w4a8_g32", "fp8:1x*:pow2|fp4:1x16:e4m3:global_scale"]
-"""Schemes whose rows the operator quantizes, if they are not stored."""
-SERVED = [*WIDENED, *UNDER_GROUPS, "int8:1x*:float32|fp4:1x32:e8m0"]
 
 if INTERPRETED:
     from gluon_interpreter import interpreted
@@ -79,7 +76,7 @@ def check(scheme, k=4, n=128, kk=192, *, bias=True, scaled=True, holes=False, lo
     if weights is not None:
         weights[~used.view(1, k)] = torch.nan
     data, scale, numbers = quantized_rows(h, get_scheme(scheme).activation)
-    rows = (data, scale) if stored or scheme not in WIDENED else (h, None)
+    rows = (data, scale) if stored or scheme not in WIDENED_ROWS else (h, None)
     actual = summed(rows, pack_weight(q, scheme), added, weights, tiles, scheme, dtype)
     weight = dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers.nan_to_num(), weight, added, None, ids, 1, expert_map)
@@ -91,7 +88,7 @@ def check(scheme, k=4, n=128, kk=192, *, bias=True, scaled=True, holes=False, lo
 
 
 @given(
-    scheme=st.sampled_from(SERVED),
+    scheme=st.sampled_from(ROWS_SERVED),
     **SIZES,
     stored=st.booleans(),
     dtype=st.sampled_from((torch.bfloat16, torch.float16)),
@@ -101,7 +98,7 @@ def test_sum(scheme, k, n, kk, bias, scaled, holes, local, stored, dtype):
     check(scheme, k, n, kk, bias=bias, scaled=scaled, **how)
 
 
-@pytest.mark.parametrize("scheme", SERVED)
+@pytest.mark.parametrize("scheme", ROWS_SERVED)
 def test_every_scheme(scheme):
     for k in (1, 2, 3, 8, 10):
         check(scheme, k, 64, 320, stored=k % 2 == 0)

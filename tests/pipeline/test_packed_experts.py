@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from modular import build_experts, build_prepare
-from packed_weights import MORE, PACKABLE, UNDER_FP8, UNDER_GROUPS
+from packed_weights import MORE, PACKABLE, UNDER_FP8, UNDER_GROUPS, UNDER_ONE
 from planning import problem_of_call
 from plans import planned
 from products import scaled_product, stored_product, weight_of
@@ -40,7 +40,9 @@ def layer_of(problem, scheme):
 def config_of(scheme, w1, w2, **biases):
     """The quantization config of both weights."""
     rows, given = as_scheme(scheme).activation, {}
-    if rows is not None and rows.global_scale:
+    if rows is not None and rows.static:
+        given = {"a1_scale": torch.tensor([0.01]), "a2_scale": torch.tensor([0.002])}
+    elif rows is not None and rows.global_scale:
         given = {"a1_gscale": torch.tensor([0.003]), "a2_gscale": torch.tensor([0.002])}
     return FusedMoEQuantConfig.from_weights(scheme, w1, w2, **given, **biases)
 
@@ -55,7 +57,7 @@ def run(inputs, weights, scheme, problem, function=moe_ops.fused_experts, **opti
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", [*PACKABLE, *UNDER_FP8, *UNDER_GROUPS, *MORE])
+@pytest.mark.parametrize("scheme", [*PACKABLE, *UNDER_FP8, *UNDER_GROUPS, *UNDER_ONE, *MORE])
 def test_every_scheme(scheme):
     problem = Problem(9, 4, 2, 128, 192, torch.bfloat16, has_bias=True, scheme=scheme)
     inputs, forms = layer_of(problem, scheme)

@@ -10,6 +10,7 @@ from packed_weights import (
     PACKABLE,
     UNDER_FP8,
     UNDER_GROUPS,
+    UNDER_ONE,
     assert_same_bits,
     random_weight,
 )
@@ -26,7 +27,7 @@ from moe_ops import (
 )
 from moe_ops.scheme.packed import pack_weight_, widens_rows
 
-ALL = [*PACKABLE, *UNDER_FP8, *UNDER_GROUPS, *MORE, OWN_ROWS]
+ALL = [*PACKABLE, *UNDER_FP8, *UNDER_GROUPS, *UNDER_ONE, *MORE, OWN_ROWS]
 
 
 def test_packable_schemes():
@@ -35,12 +36,13 @@ def test_packable_schemes():
     assert {*PACKABLE} < weight_only
     assert UNDER_FP8 == ["mxfp4_w4a8_token", "int4_w4a8_g128"]
     assert UNDER_GROUPS == ["mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4"]
+    assert UNDER_ONE == ["mxfp4_w4a8"]
     assert not widens_rows(get_scheme("fp8_channel"))
     for key in (
         "int4_w4a8_g32", "fp8:1x*:pow2|fp6_e2m3:1x32:e8m0", "int8:1x*:float32|fp4:1x32:e8m0",
     ):  # fmt: skip
         assert packs(key, 64, 64)
-    for other in ("fp8_channel", "mxfp4_w4a8", "int8_channel", "fp4:1x*:float32|fp4:1x32:e8m0"):
+    for other in ("fp8_channel", "int8_channel", "fp4:1x*:float32|fp4:1x32:e8m0"):
         assert not packs(other, 64, 64)
     assert packs("mxfp4_w4a16", 64, 128) and packs(get_scheme("int8_w8a16"), 2880, 2880)
     assert not packs("mxfp4_w4a16", 32, 128) and not packs("mxfp4_w4a16", 64, 96)
@@ -196,7 +198,7 @@ def test_no_memory_for_each_expert(scheme, convert):
 @pytest.mark.parametrize(
     ("scheme", "n", "k", "error", "message"),
     [
-        ("mxfp4_w4a8", 64, 64, NotImplementedError, "8 bits and one scale each.*got mxfp4_w4a8"),
+        ("fp4:1x*:float32|fp4:1x32:e8m0", 64, 64, NotImplementedError, "8 bits or scales along K"),
         ("fp8_channel", 64, 64, NotImplementedError, "must dequantize weights.*got fp8_channel"),
         ("fp8_w8a16_block128", 128, 128, NotImplementedError, "must have one row .*rows=128"),
         ("mxfp4_w4a16", 96, 64, ValueError, "multiples of 64 if q.data .*N = 96 and K = 64"),

@@ -10,8 +10,19 @@ ALL_PACKABLE = [name for name in SCHEMES if packs(name, 64, 64)]
 PACKABLE = [name for name in ALL_PACKABLE if get_scheme(name).activation is None]
 UNDER_FP8 = [name for name in ALL_PACKABLE if widens_rows(get_scheme(name))]
 """Schemes whose rows are fp8 with one scale each, and become bf16 as they are quantized."""
-UNDER_GROUPS = [name for name in ALL_PACKABLE if name not in (*PACKABLE, *UNDER_FP8)]
+UNDER_GROUPS = [
+    name for name in ALL_PACKABLE if name not in PACKABLE and get_scheme(name).activation.local
+]
 """Schemes whose rows have scales along K, and are dequantized to bf16."""
+UNDER_ONE = [name for name in ALL_PACKABLE if name not in (*PACKABLE, *UNDER_FP8, *UNDER_GROUPS)]
+"""Schemes whose rows have one scale together."""
+WIDENED_ROWS = [*UNDER_FP8, "int4_w4a8_g32", "fp8:1x*:pow2|fp4:1x16:e4m3:global_scale"]
+"""Schemes whose rows the operator quantizes, if they are not stored."""
+ROWS_SERVED = [
+    *WIDENED_ROWS, *UNDER_GROUPS, *UNDER_ONE, "int8:1x*:float32|fp4:1x32:e8m0",
+    "int8:*x*:float32|fp4:1x16:e4m3:global_scale",
+]  # fmt: skip
+"""All kinds of quantized rows under packed weights."""
 MORE = [
     "int4_w4a16_g16", "int4_w4a16_g32_zp", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp",
     "|int4:1x32:e8m0", "|fp8:1x64:float32",

@@ -74,7 +74,7 @@ class DequantizedConstants(TiledLayout):
     SCALED: str
     """What scales multiply: ``weights``, ``sums`` of a stage, or ``rows`` of the result."""
     GLOBAL_ROWS: int
-    """Weight rows that share a global scale; 0: there is none."""
+    """Weight rows, of all experts, that share a factor of the sums; 0: there is none."""
     CTAS: int
     """CTAs per SM."""
     UNITS: int
@@ -179,7 +179,7 @@ class TensorFacts(NamedTuple):
     scale_rows: int
     """Weight rows that share a scale of all K."""
     global_rows: int
-    """Weight rows that share a global scale; 0: there is none."""
+    """Weight rows, of all experts, that share a factor of the sums; 0: there is none."""
 
 
 @lru_cache(maxsize=4096)
@@ -250,6 +250,7 @@ class DecodeGemm:
 
     def __call__(self, out: Tensor, operands: GemmOperands) -> None:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
+        operands = with_shared_scale(operands, self.problem)
         c = dequantized_constants(self.problem, self.tiles, variant_of(self.problem, operands))
         weight = operands.weight
         told = tile_arguments(operands.tiles, out.shape[0], self.problem.sizes.num_experts)
@@ -292,13 +293,26 @@ class DecodeGemm:
         }
         if quant is None:
             return pack_rows(a, None, **order)
-        if not self.problem.scales_sums:
+        if self.problem.scales_along_k:
             return gathered_plain_rows(a, operands.a_scale, quant, **order), None
         fp8 = decodes_to_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
         form = RIFFLED if fp8 else WIDE
         if a.dtype == quant.dtype:
             return pack_rows(a, dense(operands.a_scale), **order, form=form)
         return quantize_rows(a, None, quant, **order, form=form)
+
+
+def with_shared_scale(operands: GemmOperands, problem: GemmProblem) -> GemmOperands:
+    """Operands in which a scale of all rows, or of an expert's, is a factor of the expert's sums.
+
+    It is then a global scale of the weight, beside the one that there may be.
+    """
+    if not problem.scales_all:
+        return operands
+    factor, scale = operands.weight.global_scale, operands.a_scale.flatten()
+    if factor is not None:
+        scale = factor * scale.view(-1, *[1] * (factor.dim() - 1))
+    return operands._replace(a_scale=None, weight=operands.weight._replace(global_scale=scale))
 
 
 def rows_in_16_bits(operands: GemmOperands, problem: GemmProblem) -> tuple[Tensor, Tensor | None]:
@@ -311,7 +325,7 @@ def rows_in_16_bits(operands: GemmOperands, problem: GemmProblem) -> tuple[Tenso
     if quant is None:
         return operands.a, None
     plan, topk_ids, expert_map = operands.tiles
-    if not problem.scales_sums:
+    if problem.scales_along_k:
         named_by = plan if topk_ids is None else None  # rows grouped by expert may be padding
         rows = plain_rows(
             operands.a,
@@ -332,6 +346,7 @@ def variant_of(problem: GemmProblem, operands: GemmOperands) -> TensorFacts:
     rows, factor = problem.weight[1], operands.weight.global_scale
     quant = get_scheme(problem.scheme).weight
     scale_rows = rows_per_scale(operands.weight.scale, quant, rows)
-    global_rows = 0 if factor is None else rows // (factor.numel() // operands.weight.data.shape[0])
+    experts = operands.weight.data.shape[0]
+    global_rows = 0 if factor is None else experts * rows // factor.numel()
     half = operands.a.dtype == torch.float16 and get_scheme(problem.scheme).activation is None
     return TensorFacts(half, scale_rows, global_rows)

@@ -19,6 +19,7 @@ from moe_ops.kernels._hopper.dequantized_gemm import (
     dequantized_constants,
     rows_in_16_bits,
     variant_of,
+    with_shared_scale,
 )
 from moe_ops.kernels._hopper.dequantized_jobs import ROWS, WARPS
 from moe_ops.kernels._hopper.dequantized_slot import hopper_decode_slot_kernel
@@ -114,6 +115,7 @@ class DecodeJobs:
 
         The sum is ``out = sum_j weights[j] * round(a[j] @ dequantized(w[e]).T + bias[e])``.
         """
+        operands = with_shared_scale(operands, self.problem)
         weight = operands.weight
         w, scale, zeros = weight.data, dense(weight.scale), dense(weight.zero_point)
         _, topk_ids, expert_map = operands.tiles
