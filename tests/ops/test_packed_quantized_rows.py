@@ -28,6 +28,7 @@ from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_MANY, DECODE_SLOT, decodes_to_fp8
 from moe_ops.dispatch.tiles import ROW_TILES
+from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import Tiles
@@ -72,15 +73,18 @@ def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, progra
 def check(problem, scheme, activation="", *, stored=True, tile=None, direct=False):
     """The kernel is within the budget of the reference on the plain weight.
 
-    Skipped slots' rows are NaN, and so are scales of experts that no slot has.
+    Skipped slots' rows are NaN (unless all rows share a scale of their own), and so are scales of
+    experts that no slot has.
     """
     x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
     k, q, dtype = problem.top_k, quantize_weight(w, scheme), x.dtype
     stored |= scheme not in WIDENED_ROWS
     local = local_experts(ids, expert_map, len(w))
     used = (local >= 0).view(len(x), k).any(1)
-    x[~used] = torch.nan
-    data, scale, numbers = quantized_rows(x, get_scheme(scheme).activation)
+    quant = get_scheme(scheme).activation
+    if not depends_on_batch(quant):
+        x[~used] = torch.nan
+    data, scale, numbers = quantized_rows(x, quant)
     weight = dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers.nan_to_num(), weight, bias, None, ids, k, expert_map)
     if activation:
