@@ -9,7 +9,7 @@ import plans
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from decoded_gemms import quantized_rows
+from decoded_gemms import quantized_rows, spoil
 from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,6 @@ from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import DECODE_MANY, DECODE_SLOT, decodes_to_fp8
 from moe_ops.dispatch.tiles import ROW_TILES
-from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.reference import expert_product as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import Tiles
@@ -82,8 +81,7 @@ def check(problem, scheme, activation="", *, stored=True, tile=None, direct=Fals
     local = local_experts(ids, expert_map, len(w))
     used = (local >= 0).view(len(x), k).any(1)
     quant = get_scheme(scheme).activation
-    if not depends_on_batch(quant):
-        x[~used] = torch.nan
+    spoil(x, ~used, quant)
     data, scale, numbers = quantized_rows(x, quant)
     weight = dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers.nan_to_num(), weight, bias, None, ids, k, expert_map)
