@@ -82,7 +82,7 @@ def _patch_lazy_types() -> None:
     def sizes_of_tensor(*shape):
         return core.tuple([core.constexpr(s) for s in shape]), core.constexpr(math.prod(shape))
 
-    by_identity, of_scalar = {}, sizes_of_tensor()
+    by_identity = {}
 
     def init_block_type(self, element_ty, shape):
         entry = by_identity.get(id(shape))
@@ -110,6 +110,7 @@ def _patch_lazy_types() -> None:
     core.tensor.__init__ = init_tensor
     core.tuple.__init__ = init_tuple
     core.tuple.type = property(type_of_tuple, lambda self, type: setattr(self, "_type", type))
+    of_scalar = sizes_of_tensor()  # a tuple as those above are
 
 
 def _patch_common_cases() -> None:
