@@ -23,10 +23,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from operator_cases import Case, copied
 from sanitize_cases import cases
-from sanitize_operators import Case
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from moe_ops.dispatch.blackwell import BLOCK_SCALED
 
@@ -97,13 +95,6 @@ def launches() -> Iterator[set[str]]:
         mock.patch.object(JITFunction, "run", ran),
     ):
         yield names
-
-
-def copied(tree: Any, device: str) -> Any:
-    """A copy of a pytree with its tensors on a device; strides are kept."""
-    return tree_map_only(
-        Tensor, lambda t: t.clone() if t.device.type == device else t.to(device), tree
-    )
 
 
 def run_case(case: Case, device: str) -> Outcome:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
 from modular import EXPERTS, PREPARES, build_experts, build_prepare, fit, roundings, supported
+from operator_cases import BF16, F16, F32, Case, assert_near, some
 from plans import row_tile
 from products import scaled_product, stored_product, stored_sum
-from sanitize_operators import BF16, F16, F32, Case, assert_near, operator_cases, some
+from sanitize_operators import operator_cases
 from torch import Tensor
 
 import moe_ops
