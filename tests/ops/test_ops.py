@@ -1,8 +1,9 @@
-"""Every operator: opcheck, and fakes that allocate what kernels return without asking sizes."""
+"""Every operator: values, replays, opcheck, and fakes that allocate without asking sizes."""
 
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
+from graphs import capture
 from operator_cases import cases_of, copied
 from operator_samples import (
     FP8,
@@ -42,6 +43,21 @@ def test_values(qualified, device):
     for case in cases_of(qualified):
         inputs = case.inputs()
         case.check(inputs, copied(case.run(copied(inputs, device)), "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qualified", COPIED)
+def test_replays(qualified):
+    """A CUDA graph of a call writes the bits that the call writes."""
+    for case in cases_of(qualified):
+        inputs = case.inputs()
+        expected = case.run(copied(inputs, "cuda"))
+        graph, result = capture(case.run, copied(inputs, "cuda"))
+        graph.replay()
+        for a, b in zip(tree_leaves(result), tree_leaves(expected), strict=True):
+            if torch.is_tensor(a):
+                a, b = (x.reshape(-1).view(torch.uint8) for x in (a, b))
+                assert torch.equal(a, b), case.name
 
 
 @pytest.mark.parametrize("qualified", COPIED)
