@@ -128,24 +128,13 @@ class GemmProblem(NamedTuple):
         return weight.element.stored_bits
 
     @property
-    def rounded(self) -> bool:
-        """Whether rows take the values of a quantized format, but are multiplied in bf16."""
-        return self.quant is None and get_scheme(self.scheme).activation is not None
+    def row_scales(self) -> str:
+        """What shares a scale of quantized rows that are multiplied in bf16; empty: no such rows.
 
-    @property
-    def scales_sums(self) -> bool:
-        """Whether such rows have one scale each, which multiplies the sums of their products."""
-        return self.rounded and cast(Quant, get_scheme(self.scheme).activation).per_row
-
-    @property
-    def scales_all(self) -> bool:
-        """Whether such rows share one scale, or an expert's rows do."""
-        return self.rounded and cast(Quant, get_scheme(self.scheme).activation).per_tensor
-
-    @property
-    def scales_along_k(self) -> bool:
-        """Whether such rows have scales along K, which multiply their numbers."""
-        return self.rounded and cast(Quant, get_scheme(self.scheme).activation).local
+        See `Quant.granularity`. Scales of groups multiply the numbers, others the sums.
+        """
+        scheme = get_scheme(self.scheme)
+        return cast(Quant, scheme.activation).granularity if scheme.dequantizes_both else ""
 
     @property
     def groups(self) -> ScaleGroups | None:

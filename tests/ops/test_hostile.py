@@ -9,7 +9,7 @@ import importlib
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from operator_samples import OF_WINDOWS, called, keywords, outputs, overload
+from operator_samples import COPIED, called, keywords, outputs, overload
 from plans import row_tile
 from products import plain_product
 
@@ -89,7 +89,7 @@ def check(qualified, call, device):
             torch.testing.assert_close(actual, wanted, equal_nan=True)
 
 
-@pytest.mark.parametrize("qualified", [q for q in STAGES if q not in OF_WINDOWS])
+@pytest.mark.parametrize("qualified", COPIED)
 def test_any_numbers(qualified, device):
     for call in hostile_calls(qualified, device):
         check(qualified, call, device)

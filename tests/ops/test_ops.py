@@ -6,9 +6,9 @@ from conftest import HAS_CUDA, INTERPRETED
 from graphs import capture
 from operator_cases import cases_of, copied
 from operator_samples import (
+    COPIED,
     FP8,
     I32,
-    OF_WINDOWS,
     E,
     H,
     I,
@@ -26,9 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moe_ops import ops
 from moe_ops.ops import STAGES
-
-COPIED = [q for q in STAGES if q not in OF_WINDOWS]
-"""Operators of which a copy of the arguments is as good."""
 
 
 def test_every_operator_has_samples(device):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import INTERPRETED
-from operator_samples import OF_WINDOWS, called, keywords, overload
+from operator_samples import COPIED, OF_WINDOWS, called, keywords, overload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -70,7 +70,7 @@ def refused(run):
     return False
 
 
-@pytest.mark.parametrize("qualified", [q for q in STAGES if q not in OF_WINDOWS])
+@pytest.mark.parametrize("qualified", COPIED)
 def test_other_sizes(qualified, device):
     """What a fake refuses a call refuses, too, and nothing else."""
     for call, extra in changed(qualified, device):

@@ -25,9 +25,10 @@ from moe_ops.testing import Problem, make_inputs, quantize_inputs
 BY_ALL = tuple(n for n, s in moe_ops.SCHEMES.items() if depends_on_batch(s.activation))
 SCHEMES = tuple(n for n in moe_ops.SCHEMES if n not in BY_ALL)
 CLASSES = tuple(e for e in EXPERTS if e.SUPPORTS.batch_invariant)
-LEFT_OUT = ("nvfp4", "mxfp4_w4a8", "mxfp4_w4a8_token")
-PACKED = [n for n in SCHEMES if moe_ops.packs(n, 64, 64) and n not in LEFT_OUT]
-"""Schemes that layers pack, whose activations need no scale that is given."""
+GIVEN_OR_FP8 = ("nvfp4", "mxfp4_w4a8", "mxfp4_w4a8_token")
+"""Schemes with scales of activations that are given, or which layers hold as fp8."""
+PACKED = [n for n in SCHEMES if moe_ops.packs(n, 64, 64) and n not in GIVEN_OR_FP8]
+"""Other schemes that layers pack."""
 EACH_PRODUCT = ("unquantized", "fp8_block128", "int8_channel", "int4_w4a16_g32", "mxfp4")
 """Schemes with every operator of products, and with rows that are not quantized."""
 BATCHED = moe_ops.pipeline.FusedMoEActivationFormat.BatchedExperts

@@ -4,12 +4,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from operator_samples import OF_WINDOWS, cached_samples, keywords, outputs, overload
+from operator_samples import COPIED, cached_samples, keywords, outputs, overload
 from table_items import every_row
 from torch.utils._pytree import tree_leaves
 
 import moe_ops
-from moe_ops.ops import STAGES
 from moe_ops.testing import Problem, make_inputs
 
 E, K, H, I = 4, 2, 128, 128  # noqa: E741
@@ -47,7 +46,7 @@ def assert_same(actual, expected):
         assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
-@every_row("qualified", [q for q in STAGES if q not in OF_WINDOWS])
+@every_row("qualified", COPIED)
 def test_operators(qualified, default):
     for arguments in cached_samples("cpu")[qualified]:
 

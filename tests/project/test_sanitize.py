@@ -10,7 +10,7 @@ import pytest
 import sanitizer_record
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from operator_cases import of_operators
+from operator_cases import copied_cases
 from sanitize import SPECIALIZED, chosen, kernels_of, launches, part_of, run_case
 from sanitize_cases import EACH_KERNEL, PLAIN, TOKEN_SCHEMES, cases
 from sanitizer_findings import Findings, parse, supported
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from moe_ops.ops import STAGES
 
 CASES = cases()
-CHECKED = {case.name for case in of_operators()}
+CHECKED = {case.name for case in copied_cases()}
 """Cases of which `ops/test_ops.py` has compared the values."""
 MINE = [c for c in CASES if c.name not in CHECKED and (HAS_CUDA or not c.name.startswith("op/"))]
 """On the CPU operators are what they are compared with."""

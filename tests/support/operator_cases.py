@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from operator_samples import I32, OF_WINDOWS, keywords, overload, samples
+from operator_samples import COPIED, I32, keywords, overload, samples
 from plans import planned
 from sum_calls import SumCall, SumProblem, exact, sum_call
 from torch import Tensor
@@ -168,6 +168,7 @@ def copied(tree: Any, device: str) -> Any:
 
 
 SOURCES = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
+"""What makes the calls of operators, by the name that their cases have."""
 
 
 def cases_of(qualified: str) -> Iterator[Case]:
@@ -178,8 +179,7 @@ def cases_of(qualified: str) -> Iterator[Case]:
             yield operator_case(f"{qualified}/{source}{number}", qualified, pick)
 
 
-def of_operators() -> Iterator[Case]:
-    """The cases of all operators whose arguments may be copied."""
-    for qualified in STAGES:
-        if qualified not in OF_WINDOWS:
-            yield from cases_of(qualified)
+def copied_cases() -> Iterator[Case]:
+    """The cases of all operators in `COPIED`."""
+    for qualified in COPIED:
+        yield from cases_of(qualified)

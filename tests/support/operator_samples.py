@@ -19,10 +19,11 @@ MAP = torch.tensor([1, 0, -1, 2], dtype=I32)
 OF_WINDOWS = ("symmetric_send", "symmetric_return", "symmetric_send_batched")
 """Operators that find memory by the very tensor of its addresses, and count calls in another.
 
-With a copy of these tensors, or other numbers in them, a call fails or writes anywhere. Tests that
-make copies leave these operators out; `ops/test_symmetric*.py` and
-`window_case` of `sanitize_operators.py` cover the same properties.
+With a copy of these tensors, or other numbers in them, a call fails or writes anywhere.
+`ops/test_symmetric*.py` and `window_case` of `sanitize_operators.py` test these operators.
 """
+COPIED = [q for q in ops.STAGES if q not in OF_WINDOWS]
+"""The others, which tests call with copies of arguments and with other numbers in them."""
 
 
 def samples(device):

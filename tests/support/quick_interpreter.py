@@ -110,7 +110,7 @@ def _patch_lazy_types() -> None:
     core.tensor.__init__ = init_tensor
     core.tuple.__init__ = init_tuple
     core.tuple.type = property(type_of_tuple, lambda self, type: setattr(self, "_type", type))
-    of_scalar = sizes_of_tensor()  # a tuple as those above are
+    of_scalar = sizes_of_tensor()  # made last: Triton 3.9 asks it for its type
 
 
 def _patch_common_cases() -> None:

@@ -15,7 +15,7 @@ from modular import EXPERTS, PREPARES, build_experts, build_prepare, fit, roundi
 from operator_cases import BF16, F16, F32, Case, assert_near, some
 from plans import row_tile
 from products import scaled_product, stored_product, stored_sum
-from sanitize_operators import operator_cases
+from sanitize_operators import of_operators
 from torch import Tensor
 
 import moe_ops
@@ -323,7 +323,7 @@ def cases() -> list[Case]:
     formats = ("unquantized", "fp8_channel", "fp8_block128", "int8_tensor", "int4_w4a16_g128")
     modular = [e for e in EXPERTS if not e.is_monolithic()]
     return [
-        *operator_cases(),
+        *of_operators(),
         *layer_cases(),
         *(routed_case(*sizes) for sizes in ((1, 16), (5, 8), (40, 8))),
         *(format_case(e, s) for e in modular for s in formats if supported(e, s, "silu")),

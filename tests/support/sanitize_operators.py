@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from operator_cases import BF16, Case, assert_near, ids_of, of_operators, some
+from operator_cases import BF16, Case, assert_near, copied_cases, ids_of, some
 from operator_samples import I32
 from residencies import residency_of_weights, whole_weights
 from windows_here import Ranks
@@ -99,9 +99,9 @@ def host_case(tokens: int) -> Case:
     return Case(f"op/expert_product/host{tokens}", inputs, run, check)
 
 
-def operator_cases() -> Iterator[Case]:
+def of_operators() -> Iterator[Case]:
     """Cases of every operator."""
-    yield from of_operators()
+    yield from copied_cases()
     for quant in ("", "fp8:1x16:float32", "int8:1x*:float32"):
         yield batched_window_case(quant)
         for qualified in ("symmetric_send", "symmetric_return"):

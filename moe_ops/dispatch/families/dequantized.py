@@ -77,7 +77,7 @@ def _weight_quant(problem: GemmProblem) -> Quant:
 
 def _widened(problem: GemmProblem) -> tuple[BufferSpec, ...]:
     """Buffers for dequantized rows in bf16 and, if the operator quantizes them, their scales."""
-    if not problem.rounded:
+    if not problem.row_scales:
         return ()
     rows = problem.sizes.num_slots // problem.top_k
     scales = (BufferSpec("scales of rows", 4 * rows),) if problem.rows == EACH else ()

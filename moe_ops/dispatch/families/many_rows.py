@@ -136,7 +136,7 @@ class Persistent(Tunable):
             return plan._replace(scratch=scratch)
         rows = gathered_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
         scratch = (*scratch, *rows_of(problem, rows, "gathered rows"))
-        if problem.scales_sums:
+        if problem.row_scales == "channel":
             scratch = (*scratch, BufferSpec("scales of gathered rows", 4 * rows))
         return plan._replace(gathered_rows=rows, scratch=scratch)
 

@@ -74,7 +74,7 @@ class DequantizedConstants(TiledLayout):
     SCALED: str
     """What scales multiply: ``weights``, ``sums`` of a stage, or ``rows`` of the result."""
     GLOBAL_ROWS: int
-    """Weight rows, of all experts, that share a factor of the sums; 0: there is none."""
+    """Weight rows with the same global scale, counted over all experts; 0: there is none."""
     CTAS: int
     """CTAs per SM."""
     UNITS: int
@@ -179,7 +179,7 @@ class TensorFacts(NamedTuple):
     scale_rows: int
     """Weight rows that share a scale of all K."""
     global_rows: int
-    """Weight rows, of all experts, that share a factor of the sums; 0: there is none."""
+    """Weight rows with the same global scale, counted over all experts; 0: there is none."""
 
 
 @lru_cache(maxsize=4096)
@@ -291,9 +291,9 @@ class DecodeGemm:
             "num_rows": self.num_rows,
             "top_k": self.problem.top_k,
         }
-        if quant is None:
+        if not self.problem.row_scales:
             return pack_rows(a, None, **order)
-        if self.problem.scales_along_k:
+        if self.problem.row_scales == "group":
             return gathered_plain_rows(a, operands.a_scale, quant, **order), None
         fp8 = decodes_to_fp8(self.tiles.kernel, get_scheme(self.problem.scheme))
         form = RIFFLED if fp8 else WIDE
@@ -303,11 +303,11 @@ class DecodeGemm:
 
 
 def with_shared_scale(operands: GemmOperands, problem: GemmProblem) -> GemmOperands:
-    """Operands in which a scale of all rows, or of an expert's, is a factor of the expert's sums.
+    """Make a scale that all rows share, or all rows of an expert, a global scale of the weight.
 
-    It is then a global scale of the weight, beside the one that there may be.
+    Both multiply the sums. Where the weight has a global scale already, it becomes their product.
     """
-    if not problem.scales_all:
+    if problem.row_scales != "tensor":
         return operands
     factor, scale = operands.weight.global_scale, operands.a_scale.flatten()
     if factor is not None:
@@ -322,10 +322,10 @@ def rows_in_16_bits(operands: GemmOperands, problem: GemmProblem) -> tuple[Tenso
     quantizes them to fp8 writes bf16 at the same cost.
     """
     quant = get_scheme(problem.scheme).activation
-    if quant is None:
+    if not problem.row_scales:
         return operands.a, None
     plan, topk_ids, expert_map = operands.tiles
-    if problem.scales_along_k:
+    if problem.row_scales == "group":
         named_by = plan if topk_ids is None else None  # rows grouped by expert may be padding
         rows = plain_rows(
             operands.a,
