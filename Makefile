@@ -156,10 +156,11 @@ GPU_PAIR := tests/layer/test_layer_distributed.py tests/layer/test_layer_ranks.p
   tests/pipeline/test_data_parallel.py tests/integrations/test_transformers_parallel.py \
   tests/pipeline/test_symmetric_exchange.py tests/pipeline/test_symmetric_batched_exchange.py \
   tests/pipeline/test_dead_ranks.py \
-  tests/ops/test_symmetric.py tests/ops/test_symmetric_batched.py tests/ops/test_symmetric_sizes.py tests/ops/test_eplb.py
+  tests/ops/test_symmetric.py tests/ops/test_symmetric_batched.py tests/ops/test_symmetric_sizes.py tests/ops/test_eplb.py \
+  tests/ops/test_ops.py
 gpu-test-pair: $(READY)  ## The tests of exchanges and moved experts; needs two GPUs
 	$(ON_GPU)/gpu_tests_$(if $(filter 4,$(GPUS)),four,two)_gpus.json MOE_OPS_PART=1/1 \
-	  $(PY) -m pytest $(GPU_PAIR) -k "nccl or symmetric or eplb or 2- or 4-" -n $(WORKERS) $(AS_ON_GPU)
+	  $(PY) -m pytest $(GPU_PAIR) -k "nccl or symmetric or eplb or 2- or 4- or another_device" -n $(WORKERS) $(AS_ON_GPU)
 
 # Every kernel on small problems under NVIDIA's compute-sanitizer: at most 9 minutes. SHARE=1/2 and
 # SHARE=2/2 run half of the cases each; shares of the same commit merge into one record. Needs a GPU
