@@ -16,10 +16,9 @@ def _routing(gating_output: Tensor, topk: int, bias: Tensor | None = None) -> tu
     sizes.in_range("topk", topk, 1, num_experts)
     if bias is not None:
         sizes.shaped("e_score_correction_bias", bias, num_experts)
-    shape = (tokens, topk)
     return (
-        gating_output.new_empty(shape, dtype=torch.float32),
-        gating_output.new_empty(shape, dtype=torch.int32),
+        gating_output.new_empty(tokens, topk, dtype=torch.float32),
+        gating_output.new_empty(tokens, topk, dtype=torch.int32),
     )
 
 

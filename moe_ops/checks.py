@@ -51,7 +51,9 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             parts: list[Any] = []
             values: list[Any] = [*arguments, *named.items()]
             for x in values:  # lists and tuples append what they hold
-                if isinstance(x, Tensor):
+                if x is None:
+                    parts.append(None)
+                elif isinstance(x, Tensor):
                     parts += (x.shape, x.stride(), x.dtype, x.device)
                 elif isinstance(x, (list, tuple)):
                     parts += (x.__class__, len(x))

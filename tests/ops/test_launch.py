@@ -79,7 +79,7 @@ def test_descriptors_in_parts_are_what_triton_makes_of_them(monkeypatch):
 
 @pytest.mark.parametrize("by_pointer", (False, True))
 def test_a_launch_passes_tensors_or_their_addresses(by_pointer, monkeypatch):
-    """Remembered by dtype, device, alignment and value; a number of things is no value."""
+    """Remembered by device, dtypes, alignment and values; a number of things is no value."""
 
     @triton.jit(do_not_specialize=["count"])
     def kernel(x, y, size, count, N: triton.language.constexpr):
@@ -105,6 +105,9 @@ def test_a_launch_passes_tensors_or_their_addresses(by_pointer, monkeypatch):
     for y, size, count in ((x, 3, 5), (x, 3, 6), (None, 3, 5), (x[1:], 3, 5), (x, 4, 5)):
         run((2,), x, y, size, count)
     assert len(first) == 4, "another count needs no other binary"
+    there = SimpleNamespace(data_ptr=x.data_ptr, dtype=x.dtype, get_device=lambda: 1)
+    run((2,), there, there, 3, 5)
+    assert len(first) == 5, "each device has a binary"
     run((2, 5), x, x, 3, 2**20)
     given = (x.data_ptr(), x.data_ptr()) if by_pointer else (x, x)
     for grid, numbers, call in zip(

@@ -85,8 +85,10 @@ def call_gemm(
         if len(PREPARED) >= MOST:
             PREPARED.clear()
         PREPARED[key] = prepared
+    elif out is None:  # sizes one by one: PyTorch takes a `torch.Size` apart more slowly
+        result = operands.a.new_empty(*prepared.shape, dtype=prepared.dtype)
     else:
-        result = operands.a.new_empty(prepared.shape, dtype=prepared.dtype) if out is None else out
+        result = out
     if prepared.kernel is None:
         return result
     if operands.product is not None and not prepared.keeps_product:

@@ -122,11 +122,15 @@ class Launch:
             self.tail = [constants[p.name] for p in kernel.params if p.is_constexpr]
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Launch with tensors, TMA descriptors, integers or None in order, the first a tensor."""
+        """Launch with tensors, TMA descriptors, integers or None in order, the first a tensor.
+
+        All are on the device of the first.
+        """
         if self.interpreted:
             self.kernel[grid](*arguments, **self.constants)
             return
-        seen: list[Any] = [self]
+        device = arguments[0].get_device()
+        seen: list[Any] = [self, device]
         values: list[Any] = []
         boxes: list[int] = []
         for argument, counted in zip(arguments, self.counted):  # noqa: B905 (strict is slower)
@@ -143,7 +147,7 @@ class Launch:
                 values.append(argument)
             else:
                 pointer = argument.data_ptr()
-                seen += (argument.dtype, argument.get_device(), pointer & 15)
+                seen += (argument.dtype, pointer & 15)
                 values.append(pointer)
         key = tuple(seen)
         binary = COMPILED.get(key)
@@ -156,7 +160,7 @@ class Launch:
             return
         start, settings, by_pointer = binary.start
         operands = values if by_pointer else arguments
-        stream = _current_stream(arguments[0].get_device())
+        stream = _current_stream(device)
         if by_pointer and binary.boxes:
             operands = binary.parts(values, boxes)
         start(x, y, z, stream, *settings, *operands, *self.tail)
