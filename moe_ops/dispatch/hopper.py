@@ -97,9 +97,8 @@ def operand_bytes(scheme: Scheme) -> int | None:
         return 2
     if rows is None or scheme.dequantizes_both or weight.scale in ("input", "e8m0"):  # not float32
         return None
-    if sums_integers(scheme):
-        return 1 if weight.shared_cols is None else None  # sums of all of K are not scaled
-    return 1 if rows.dtype == weight.dtype == torch.float8_e4m3fn else None
+    taken = sums_integers(scheme) or rows.dtype == weight.dtype == torch.float8_e4m3fn
+    return 1 if taken else None
 
 
 def sums_integers(scheme: Scheme) -> bool:

@@ -150,12 +150,13 @@ def row_tile_rule(
 def _least_tile(scheme: Scheme) -> int:
     """The smallest row tile of batch-invariant mode on Hopper.
 
-    Sums of integers are exact. Unquantized numbers have the same bits at any tile: both kinds of
-    matrix instructions add 16 of them along K after 16 others. Others differ in tiles of fewer than
-    64 rows: for fp8 these instructions add in another way, weights that the portable kernel
-    dequantizes in registers lie in another order along K, and scales may multiply sums.
+    Sums of integers along all of K are exact. Unquantized numbers have the same bits at any tile:
+    both kinds of matrix instructions add 16 of them along K after 16 others. Others differ in tiles
+    of fewer than 64 rows: for fp8 these instructions add in another way, weights that the portable
+    kernel dequantizes in registers lie in another order along K, and scales may multiply sums.
     """
-    small = operand_bytes(scheme) == 2 or sums_integers(scheme)
+    exact = sums_integers(scheme) and scheme.quants[1].shared_cols is None
+    small = operand_bytes(scheme) == 2 or exact
     return ROW_TILES[0] if small else WIDE_TILE
 
 

@@ -68,9 +68,8 @@ def test_kernels_by_load():
     assert kernels("fp8_channel", 64) == [STREAM, STREAM]
     assert kernels("fp8_channel", 4096) == [PACKED, PACKED]
     assert kernels("int8_channel", 1) == [SLOT, SLOT]
-    for scheme in ("int8_channel", "int8_tensor"):
+    for scheme in ("int8_channel", "int8_tensor", "int8_block128"):
         assert kernels(scheme, 64) == [STREAM, STREAM] and kernels(scheme, 4096) == [PACKED, PACKED]
-    assert kernels("int8_block128", 64) == kernels("int8_block128", 4096) == [SCALED, SCALED]
     for tokens in (1, 64, 4096):
         assert kernels("mxfp4_w4a16", tokens) == kernels("nvfp4", tokens) == [DEQUANTIZE] * 2
     blackwell = [plan_gemm(p, FACTS["sm_100"]).kernel for p in problems("nvfp4", 64)]

@@ -87,6 +87,7 @@ def test_every_load_has_a_row_tile():
         ("int8_channel", 2, 16, HOPPER[1]),
         (EIGHT_BITS, 2, 64, HOPPER[1]),
         ("fp8_block128", 4, 64, HOPPER[1]),
+        ("int8_block128", 2, 64, HOPPER[1]),
         (STORED, 2, 64, HOPPER_DEQUANTIZED[4]),
         ("nvfp4", 4, 64, HOPPER_DEQUANTIZED[4]),
         ("fp8_w8a16_block128", 2, 64, HOPPER_DEQUANTIZED[8]),
@@ -102,10 +103,10 @@ def test_batch_invariant_rules_on_hopper(scheme, itemsize, least, rule):
     assert row_tile_rule(scheme, itemsize, 100, None, True) is INVARIANT
 
 
-@every_row("scheme", [SIXTEEN_BITS, STORED, "int8_block128"])
+@every_row("scheme", [SIXTEEN_BITS, STORED])
 def test_one_batch_invariant_tile_elsewhere(scheme):
-    itemsize = 2 if scheme == "int8_block128" else 4  # in float32 scales multiply in other places
-    assert row_tile_rule(scheme, itemsize, 90, None, True) is INVARIANT
+    """In float32 scales multiply in other places."""
+    assert row_tile_rule(scheme, 4, 90, None, True) is INVARIANT
 
 
 @every_row(
@@ -121,7 +122,7 @@ def test_one_batch_invariant_tile_elsewhere(scheme):
         (EIGHT_BITS, 2, 100, EIGHT_BIT),
         (EIGHT_BITS, 2, 0, EIGHT_BIT),
         ("int8_channel", 2, 90, HOPPER[1]),
-        ("int8_block128", 2, 90, EIGHT_BIT),  # no kernel of Hopper's
+        ("int8_block128", 2, 90, HOPPER[1]),
         (STORED, 2, 90, HOPPER_DEQUANTIZED[4]),
         (STORED, 2, 80, PORTABLE),
         ("int4_w4a16_g128", 2, 90, HOPPER_DEQUANTIZED[4]),

@@ -143,7 +143,7 @@ def test_a_block_does_not_cross_a_scale():
         layer(wide, scheme="fp8_block128")
 
 
-@pytest.mark.parametrize("scheme", ["int8_block128", "fp8_w8a16", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["fp8_w8a16_block128", "fp8_w8a16", "mxfp4"])
 def test_schemes_that_hoppers_kernels_lack(scheme):
     with pytest.raises(ValueError, match=f"4.gemm2.kernel must be one that has {scheme} in tiles"):
         layer(record(_4=entry(64, gemm2=own())), scheme=scheme)

@@ -44,7 +44,9 @@ def constants(kernel):
     return next(c for c in kernel.src.constants.values() if isinstance(c, hopper_gemm.Constants))
 
 
-SCHEMES = ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128", "int8_channel"]
+SCHEMES = [
+    "unquantized", "fp8_channel", "fp8_tensor", "fp8_block128", "int8_channel", "int8_block128",
+]  # fmt: skip
 ONE_TOKEN = ["unquantized", "fp8_channel", "fp8_block128"]
 """Schemes of the kernels of one token."""
 
@@ -280,7 +282,7 @@ def test_every_fetching_tile(scheme, one_of_two):
         assert check_packed(kernel, scheme, 128, 256, True).FETCHES
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (\w+),", kernel.asm["ptx"])
         assert copies.count("0x10") == 16  # and scales of block scales
-        assert copies.count("0x4") == len(copies) - 16 == 2 * (scheme == "fp8_block128")
+        assert copies.count("0x4") == len(copies) - 16 == 2 * ("block" in scheme)
 
 
 def launch_ordered(activation, weights, ordered, config, hidden=2048):

@@ -137,7 +137,7 @@ def served(tiles, name):
 
 def halves_in_groups(name, activation, n):
     """Gate and up rows apart share scales by 64 rows at least."""
-    return (name, activation) != ("fp8_block128", "silu") or n % 64 == 0
+    return "block" not in name or activation != "silu" or n % 64 == 0
 
 
 RULES = (
@@ -147,13 +147,14 @@ RULES = (
     (("name", "weighted"), lambda name, weighted: not weighted or name == "unquantized"),
     (
         ("name", "activation", "n"),
-        lambda name, a, n: (name, a) != ("fp8_block128", "silu") or n == 192,
+        lambda name, a, n: "block" not in name or a != "silu" or n == 192,
     ),
 )
 
 
 def test_packed_and_stream():
-    names = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int8_tensor")
+    blocks = ("fp8_block128", "int8_block128")
+    names = ("unquantized", "fp8_channel", "int8_channel", "int8_tensor", *blocks)
     sizes = {"n": (192, 136, 72), "k": (128, 144, 272), "gap": (0, 16), "layout": LAYOUTS}
     flags = {"weighted": (False, True), "on_demand": (False, True), "programs": (2, 5)}
     check_all(cases(RULES, tiles=TILES, name=names, **sizes, **flags), scaled_or_dense)

@@ -2,7 +2,7 @@
 
 SCHEMES = (
     "unquantized", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block128",
-    "int8_tensor", "int8_channel",
+    "int8_tensor", "int8_channel", "int8_block128",
 )  # fmt: skip
 CASES = [
     ("packed", 64, {"num_tokens": 700, "num_experts": 4, "top_k": 2}),

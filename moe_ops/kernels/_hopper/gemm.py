@@ -41,7 +41,9 @@ class Constants(StoredLayout, TiledLayout):
     FETCHES: bool
     """Whether the kernel copies rows from where they lie, not from gathered or permuted rows."""
     INTEGER: bool
-    """Whether operands are int8, whose sums along K are exact in int32."""
+    """Whether operands are int8, whose products are summed exactly in int32."""
+    SUMS_INTEGERS: bool
+    """Whether these sums are of all of K, and not of the columns that share scales."""
     BLOCK_N: int
     """Weight rows of a tile; with a gate, half of them are gate rows."""
     BY_COLUMNS: bool
@@ -122,6 +124,7 @@ def constants(
         ROW_SCALE_STRIDE=0 if rows.shared else 1,
         FETCHES=tiles.kernel == FETCH,
         INTEGER=rows.integer,
+        SUMS_INTEGERS=rows.integer and weight.scale_cols is None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         GROUP_M=tiles.group_m,

@@ -1,9 +1,10 @@
 """The main loops of the persistent Hopper GEMM (`gathered`): ring of tiles, products, accumulators.
 
 A multiplying warp group accumulates 64 rows of a tile, or half of the columns of 64 rows, in one
-part or two. fp8 products are added to float32 accumulators outside of the tensor cores, one part
-after the other: only one product needs registers then, and while one warp group adds, another one
-multiplies. Products of 16-bit operands, and of int8 in int32, are accumulated by the tensor cores.
+part or two. fp8 products, and those with scales per step of K, are added to float32 accumulators
+outside of the tensor cores, one part after the other: only one product needs registers then, and
+while one warp group adds, another one multiplies. Other products are accumulated by the tensor
+cores: of 16-bit operands in float32, of int8 in int32.
 """
 
 from triton.experimental import gluon
@@ -22,9 +23,9 @@ BOX_ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def zeros(like):
-    """A float32 zero accumulator of the shape and layout of ``like``."""
-    return gl.full(like.shape, 0, gl.float32, like.type.layout)
+def zeros(like, C: gl.constexpr):
+    """What a step's product is added to: zeros of the shape and layout of ``like``."""
+    return gl.full(like.shape, 0, gl.int32 if C.INTEGER else gl.float32, like.type.layout)
 
 
 @gluon.jit
@@ -102,7 +103,7 @@ def add_wide(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     zero and is added in float32.
     """
     PARTS: gl.constexpr = C.PARTS
-    p = zeros(sums[0])
+    p = zeros(sums[0], C)
     for _ in range(C.STEPS):
         stage = stage_to_multiply(step, ring, C)
         added = ()
@@ -145,12 +146,12 @@ def scaled(p, x, scale, C: gl.constexpr):
         column = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))
         of_gate = (column // 8 % 2 == 0)[None, :]
         factor = gl.where(of_gate, factor, (x * scale[1])[:, None])
-    return p * factor
+    return p.to(gl.float32) * factor
 
 
 @gluon.jit
 def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Main loop for fp8 operands with scales per step of K.
+    """Main loop for 8-bit operands with scales per step of K.
 
     Row scales lie in the ring. They are loaded before the products that the stage's release waits
     for, and no other CTA fits on the SM that could delay these loads, so no fence follows them (it
@@ -161,7 +162,7 @@ def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)
     FIRST: gl.constexpr = 0 if C.BY_COLUMNS else GROUP * BOX_ROWS
     now, soon = load_scales(scales, 0, C), load_scales(scales, 1, C)
-    p = zeros(sums[0])
+    p = zeros(sums[0], C)
     for k in range(C.STEPS):
         stage = stage_to_multiply(step, ring, C)
         later = load_scales(scales, k + 2, C)

@@ -106,11 +106,11 @@ def add_scaled(step, ring, scales, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.
     u0, u1 = gl.load(up_at), gl.load(up_at + NEXT)
     x0, x1 = gl.load(x_at, mask=real, other=0.0), gl.load(x_at + NEXT, mask=real, other=0.0)
     for k in range(C.STEPS):
-        p, stage = next_product(step, ring, zeros(acc), C)
+        p, stage = next_product(step, ring, zeros(acc, C), C)
         ahead = gl.minimum(k + 2, C.STEPS - 1)
         g2, u2 = gl.load(w_at + ahead), gl.load(up_at + ahead)
         x2 = gl.load(x_at + ahead, mask=real, other=0.0)
-        p = warpgroup_mma_wait(0, [p])
+        p = warpgroup_mma_wait(0, [p]).to(gl.float32)
         mbarrier.arrive(ring.empty.index(stage))
         if C.GATED:
             acc += p * gl.where(of_gate[:, None], (x0 * g0)[None, :], (x0 * u0)[None, :])
@@ -126,10 +126,10 @@ def add_scaled(step, ring, scales, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.
 def add_products(step, ring, acc, C: gl.constexpr):
     """Main loop for scales that span K: int8 products are added by the tensor cores, fp8 after."""
     for _ in range(C.STEPS):
-        p, stage = next_product(step, ring, acc if C.INTEGER else zeros(acc), C)
+        p, stage = next_product(step, ring, acc if C.SUMS_INTEGERS else zeros(acc, C), C)
         p = warpgroup_mma_wait(0, [p])
         mbarrier.arrive(ring.empty.index(stage))
-        acc = p if C.INTEGER else acc + p
+        acc = p if C.SUMS_INTEGERS else acc + p
         step += 1
     return acc, step
 
@@ -148,7 +148,7 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
         expert = gl.maximum(chosen, 0)
         slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
         source = slot // C.TOP_K
-        acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.int32 if C.INTEGER else gl.float32, LAYOUT)
+        acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.int32 if C.SUMS_INTEGERS else gl.float32, LAYOUT)
         if C.SCALE_COLS is not None:
             scales = find_scales(expert, n * C.OUT_N, v, C)
             x_at = v.row_scale + source * C.STEPS
