@@ -47,7 +47,7 @@ def samples(device):
         "plan_slots": [
             (many, None, E, "unquantized", torch.float32),
             # One tile on every device: references on the CPU make the same plan.
-            (many.long(), expert_map, 3, "int8_block128", torch.bfloat16, True),
+            (many.long(), expert_map, 3, "unquantized", torch.float32, True),
         ],
         "plan_permuted": [(order[0], 5 * K, "mxfp8"), (order[0], 5 * K, "unquantized", True)],
         "count_expert_num_tokens": [(ids, None, E), (ids.long(), expert_map, 3)],
