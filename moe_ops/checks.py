@@ -51,9 +51,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             parts: list[Any] = []
             values: list[Any] = [*arguments, *named.items()]
             for x in values:  # lists and tuples append what they hold
-                if x is None:
-                    parts.append(None)
-                elif isinstance(x, Tensor):
+                if isinstance(x, Tensor):
                     parts += (x.shape, x.stride(), x.dtype, x.device)
                 elif isinstance(x, (list, tuple)):
                     parts += (x.__class__, len(x))

@@ -107,11 +107,6 @@ def sums_integers(scheme: Scheme) -> bool:
     return rows is not None and rows.dtype == torch.int8 and not scheme.dequantizes_both
 
 
-def takes_one_token(scheme: Scheme) -> bool:
-    """Whether the kernels for one token take the scheme; they have no int8 products."""
-    return operand_bytes(scheme) is not None and not sums_integers(scheme)
-
-
 def vector_pieces(k: int, itemsize: int, vectors: int) -> tuple[int, int]:
     """Columns that the M = 1 kernels make of ``vectors`` vectors, and stages per column."""
     columns = max(8, vectors)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from moe_ops.dispatch.hopper import takes_one_token
+from moe_ops.dispatch.hopper import operand_bytes
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import TileRule
 from moe_ops.scheme import UNQUANTIZED, Quant, Scheme
@@ -184,4 +184,4 @@ def sums_one_token(scheme: Scheme) -> bool:
 
     For a weight in the plain form: kernels of packed weights always do.
     """
-    return scheme.activation is None or takes_one_token(scheme)
+    return scheme.activation is None or operand_bytes(scheme) is not None

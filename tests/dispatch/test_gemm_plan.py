@@ -67,7 +67,7 @@ def test_kernels_by_load():
     assert kernels("unquantized", 4096) == [PACKED, PACKED]
     assert kernels("fp8_channel", 64) == [STREAM, STREAM]
     assert kernels("fp8_channel", 4096) == [PACKED, PACKED]
-    assert kernels("int8_channel", 1) == [SLOT, SLOT]
+    assert kernels("int8_channel", 1) == kernels("int8_block128", 1) == [TOKEN, TOKEN_SUM]
     for scheme in ("int8_channel", "int8_tensor", "int8_block128"):
         assert kernels(scheme, 64) == [STREAM, STREAM] and kernels(scheme, 4096) == [PACKED, PACKED]
     for tokens in (1, 64, 4096):

@@ -47,7 +47,7 @@ def constants(kernel):
 SCHEMES = [
     "unquantized", "fp8_channel", "fp8_tensor", "fp8_block128", "int8_channel", "int8_block128",
 ]  # fmt: skip
-ONE_TOKEN = ["unquantized", "fp8_channel", "fp8_block128"]
+ONE_TOKEN = ["unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int8_block128"]
 """Schemes of the kernels of one token."""
 
 

@@ -388,7 +388,7 @@ def dequantized_sum(name, top_k, mapped, has_bias, n, k, weighted, early):
 
 
 def test_one_token():
-    names = ("unquantized", "fp8_channel", "fp8_block128")
+    names = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int8_block128")
     factors = {"name": names, "layout": LAYOUTS, "stored": (False, True), "k": (128, 272, 528)}
     factors |= {"top_k": (1, 3), "mapped": (False, True), "n": (64, 72, 136)}
     factors |= {"has_bias": (False, True), "weighted": (False, True), "programs": (1, 3, 7)}

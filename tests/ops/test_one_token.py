@@ -28,7 +28,10 @@ HOPPER = HAS_CUDA and torch.cuda.get_device_capability() == (9, 0)
 BF16, F16 = torch.bfloat16, torch.float16
 ROWS, SUM = "hopper_token_kernel", "hopper_token_sum_kernel"
 BOTH = {ROWS, SUM}
-SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "fp8_block128_ue8m0")
+SCHEMES = (
+    "unquantized", "fp8_channel", "fp8_block128", "fp8_block128_ue8m0",
+    "int8_channel", "int8_block128",
+)  # fmt: skip
 SMALL = Problem(1, 32, 4, 272, 144, BF16)
 SIZES = {
     (1408, 704): (32, 4), (2880, 144): (32, 4), (272, 2880): (32, 4), (2880, 2880): (8, 1),

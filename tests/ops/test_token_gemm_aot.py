@@ -45,6 +45,8 @@ SCHEMES = [
     ("unquantized", F16),
     ("fp8_channel", BF16),
     ("fp8_block128", BF16),
+    ("int8_channel", BF16),
+    ("int8_block128", BF16),
 ]
 SETTINGS = [("silu", False), ("swigluoai", True), ("relu2_no_mul", False)]
 """Activations, and whether there is a bias."""
@@ -88,7 +90,7 @@ def check(kernel):
 
 def fits(shape, scheme):
     """Blocks of 128 that divide the rows between the GEMMs."""
-    return scheme[0] != "fp8_block128" or SHAPES[shape][2] % 128 == 0
+    return "block" not in scheme[0] or SHAPES[shape][2] % 128 == 0
 
 
 def bf16_or_some(shape, scheme):
@@ -232,7 +234,7 @@ def test_only_on_hopper(arch, scheme):
         ("unquantized", {"tokens": 2}),
         ("fp8_block128", {"tokens": 2}),
         ("fp8_tensor", {}),
-        ("int8_channel", {}),
+        ("int8_tensor", {}),
         ("unquantized", {"dtype": F32}),
     ],
 )

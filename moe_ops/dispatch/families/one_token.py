@@ -24,7 +24,6 @@ from moe_ops.dispatch.hopper import (
     TOKEN_STAGES,
     TOKEN_SUM,
     HopperTiles,
-    takes_one_token,
     vector_pieces,
 )
 from moe_ops.dispatch.problem import ALL, EACH, GemmProblem
@@ -54,8 +53,6 @@ def _scales_each_row(problem: GemmProblem, _: Device) -> bool:
 
 def _family(kernel: str, product: Condition, *, sums: bool) -> Family:
     conditions = (
-        Condition("products must not be of int8",
-                  lambda problem, _: takes_one_token(get_scheme(problem.scheme))),
         Condition("rows must have a scale each, or one for every 128 columns", _scales_each_row),
         served_by(90), FOLLOWS_LOAD, ONE_TOKEN, DIRECT, BOXES, WHOLE_BOXES,
         Condition(f"K must leave room for {LEAST_TOKEN_STAGES} stages, got {{problem.sizes.k}}",

@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.families.one_token import SECOND
-from moe_ops.dispatch.hopper import PIECES, ROW_BYTES, TOKEN_ROWS, vector_pieces
+from moe_ops.dispatch.hopper import (
+    PIECES,
+    ROW_BYTES,
+    TOKEN_ROWS,
+    sums_integers,
+    vector_pieces,
+)
 from moe_ops.dispatch.problem import STORED, GemmProblem
 from moe_ops.dispatch.tiles import cdiv, next_power_of_2
 from moe_ops.kernels._hopper.layout import StoredLayout, stored_layout
 from moe_ops.kernels._hopper.one_token import BOX_ROWS
 from moe_ops.kernels._quantize.rounding import Rule, rule_of
+from moe_ops.scheme import get_scheme
 
 LEAD = 5
 """Stages that take about as long as the start of GEMM 2, which would otherwise take bandwidth from
@@ -29,6 +36,8 @@ class TokenSizes(StoredLayout):
     SLOTS: int
     COUNT: int
     """Number of vectors: 1 for the token, or one per slot."""
+    INTEGER: bool
+    """Whether operands are int8, whose products are summed exactly in int32."""
     QUANT: Rule | None
     """How the kernel quantizes vectors; None if they are quantized already or not at all."""
     VECTORS: int
@@ -85,6 +94,7 @@ def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -
         **stored_layout(n, k, rule, problem.weight_rows, itemsize),
         SLOTS=gemm.num_slots,
         COUNT=count,
+        INTEGER=sums_integers(get_scheme(problem.scheme)),
         QUANT=None if quant is None or problem.rows == STORED else rule_of(quant),
         WEIGHTED=problem.weighted,
         STAGES=stages,

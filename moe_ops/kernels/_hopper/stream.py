@@ -148,7 +148,9 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
         expert = gl.maximum(chosen, 0)
         slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
         source = slot // C.TOP_K
-        acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.int32 if C.SUMS_INTEGERS else gl.float32, LAYOUT)
+        acc = gl.full(
+            (C.BLOCK_N, C.BLOCK_M), 0, gl.int32 if C.SUMS_INTEGERS else gl.float32, LAYOUT
+        )
         if C.SCALE_COLS is not None:
             scales = find_scales(expert, n * C.OUT_N, v, C)
             x_at = v.row_scale + source * C.STEPS

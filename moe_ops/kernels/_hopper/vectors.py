@@ -113,7 +113,7 @@ def put_pieces(
                 most = gl.max(magnitude(value), 1)
                 scale = scale_of(most.to(gl.float32, bitcast=True), QUANT)
                 vectors.scales.index(q).store(scale)
-            value = encode(divide(value, scale[:, None], QUANT), QUANT).to(gl.float8e4nv)
+            value = encode(divide(value, scale[:, None], QUANT), QUANT).to(vectors.data.dtype)
         vectors.data.index(q).store(value)
 
 

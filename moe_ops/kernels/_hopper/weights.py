@@ -101,9 +101,15 @@ def product(ring, stage, vectors, q, PIECE: gl.constexpr, acc):
 
 
 @gluon.jit
+def zeros(L: gl.constexpr, G: gl.constexpr):
+    """What the product of a piece is added to."""
+    return gl.full([ROWS, G.COLUMNS], 0, gl.int32 if G.INTEGER else gl.float32, L)
+
+
+@gluon.jit
 def add_products(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     """Main loop for 16-bit operands: a stage's products overlap the start of the next stage's."""
-    zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
+    zero = zeros(L, G)
     total = zero
     for c in range(G.CHUNKS):
         acc = zero
@@ -126,9 +132,9 @@ def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     """Main loop for 8-bit operands whose scales span K; applies the scales of the vectors.
 
     Hopper's fp8 tensor cores accumulate in fewer bits than float32 has, so each product starts from
-    zero and is added in float32.
+    zero and is added in float32. Sums of int8 products are exact, in int32.
     """
-    zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
+    zero = zeros(L, G)
     total = zero
     for c in range(G.CHUNKS):
         chosen = of_chunk(c, L, G)
@@ -138,17 +144,17 @@ def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
             right = product(ring, stage, vectors, q, 1, zero)
             left, right = warpgroup_mma_wait(0, [left, right])
             mbarrier.arrive(ring.empty.index(stage))
-            total += gl.where(chosen, left, 0.0)
-            total += gl.where(chosen, right, 0.0)
+            total += gl.where(chosen, left, zero)
+            total += gl.where(chosen, right, zero)
             step += 1
-    return total * vectors.scales.index(0).load(gl.SliceLayout(0, L))[None, :], step
+    return total.to(gl.float32) * vectors.scales.index(0).load(gl.SliceLayout(0, L))[None, :], step
 
 
 @gluon.jit
 def add_scaled(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     """Main loop for 8-bit operands with scales per piece, all of which lie in shared memory."""
-    zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
-    total = zero
+    zero = zeros(L, G)
+    total = zero.to(gl.float32)
     for c in range(G.CHUNKS):
         chosen = of_chunk(c, L, G)
         for q in range(G.STEPS):
@@ -161,6 +167,7 @@ def add_scaled(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
             w1 = ring.scales.index(stage * PIECES + 1).load(gl.SliceLayout(1, L))
             left, right = warpgroup_mma_wait(0, [left, right])
             mbarrier.arrive(ring.empty.index(stage))
+            left, right = left.to(gl.float32), right.to(gl.float32)
             total += gl.where(chosen, left * (x0[None, :] * w0[:, None]), 0.0)
             total += gl.where(chosen, right * (x1[None, :] * w1[:, None]), 0.0)
             step += 1
