@@ -15,7 +15,7 @@ RESULTS = CHECKOUT / "benchmarks" / "results"
 LAYERS = (("qwen3-30b", "bf16"), ("deepseek-v3", "bf16"), ("deepseek-v3", "fp8_block128"))
 """Models and schemes, by their names in the records."""
 TOKENS = (1, 64, 4096)
-DEVICE, GPUS = "sm_90", ("NVIDIA H200", "NVIDIA H100")
+DEVICE, GPUS = "sm_90", ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 """An architecture, and GPUs that have it."""
 
 Times = dict[tuple[str, str, int, str], float]
@@ -27,7 +27,7 @@ def kernel_lines(results: Path = RESULTS) -> list[list[str]]:
     recorded = {gpu: times for gpu in GPUS if (times := read_times(results, gpu))}
     head = ["layer", "tokens", "kernel of GEMM 1", "estimate us"]
     for gpu in recorded:
-        head += [f"us on {gpu.removeprefix('NVIDIA ')}", "grouped_mm us"]
+        head += [f"us on {gpu.split()[1]}", "grouped_mm us"]
     lines = [head]
     for model, scheme in LAYERS:
         for cost in explained_costs(model, scheme):

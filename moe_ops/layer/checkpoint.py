@@ -335,7 +335,7 @@ def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:
             parts.append(f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{more})")
     message = f"source must hold this layer exactly, got {'; '.join(parts)}"
     if not report.loaded:
-        prefixes = prefixes_of([*ignored, *(prefix + name for name in report.unexpected)])
+        prefixes = prefixes_of([*ignored, *report.unexpected])
         if prefixes:
             message += f". Nothing was loaded with prefix {prefix!r}: names begin with {prefixes}"
     return message

@@ -76,7 +76,7 @@ def test_tokens_are_copied():
 
 
 def test_recorded_times(tmp_path):
-    folder = tmp_path / "nvidia-h100"
+    folder = tmp_path / "nvidia-h100-80gb-hbm3"
     folder.mkdir()
     row = {"shape": "qwen3-30b", "scheme": "bf16", "M": 64, "routing": "uniform"}
     rows = [{**row, "impl": "moe_ops", "time_us": 1234.4}]
