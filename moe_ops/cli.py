@@ -60,6 +60,11 @@ SCHEME_HELP = (
     "--config says, or unquantized)"
 )
 _CUDA = torch.device("cuda")
+COMPANIONS = {
+    "--backend": "--ranks", "--link": "--ranks", "--link-gbps": "--ranks",
+    "--host-gbps": "--resident",
+}  # fmt: skip
+"""Options of ``explain``, each with the one without which it says nothing."""
 
 
 def _bench(arguments: Sequence[str]) -> int:
@@ -76,6 +81,7 @@ def _explain(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if (chosen.format == "batched") is (chosen.max_num_tokens is None):
         parser.error("--format batched and --max-num-tokens go together")
+    _check_companions(parser, {argument.partition("=")[0] for argument in arguments})
     (problem,), ranks = chosen.problems, chosen.ranks
     if ranks > problem.num_experts:
         parser.error(f"--ranks must be at most the {problem.num_experts} experts, got {ranks}")
@@ -99,6 +105,15 @@ def _explain(arguments: Sequence[str]) -> int:
         parser.error(str(error))
     print(explanation.to_json() if chosen.json else explanation)
     return 0 if explanation.choice else 1
+
+
+def _check_companions(parser: argparse.ArgumentParser, named: set[str]) -> None:
+    """Refuse options of `_explain` that would not be read, or that no layer has together."""
+    for option, needed in COMPANIONS.items():
+        if option in named and needed not in named:
+            parser.error(f"{option} must come with {needed}")
+    if {"--ranks", "--resident"} <= named:
+        parser.error("--resident must come without --ranks: offloaded layers exchange no tokens")
 
 
 def _link(chosen: argparse.Namespace) -> Link:

@@ -182,6 +182,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL, help=model_help)
     parser.add_argument("--prompt", default=PROMPT, help="text to continue")
     args = parser.parse_args()
+    if not args.prompt:
+        parser.error("--prompt must not be empty")
     for name in ("config.json", "heldout.txt"):
         if not (args.model / name).is_file():
             parser.error(f"--model must be a folder with {name}, got {args.model}")

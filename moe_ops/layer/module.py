@@ -338,7 +338,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
                 (shared, out), shared_input = out, None
             if i * size < num_tokens:
                 parts.append(out)
-        out = torch.cat(parts) if parts else torch.empty_like(full_hidden_states)
+        out = torch.cat(parts) if parts else out[:0]
         return out if shared is None else (shared, out)
 
     def _run_experts(
@@ -369,7 +369,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         parallel = self.state.parallel
         first = parallel.tp_rank == 0 and parallel.ep_rank == 0
         if zero is not None and (first or self.must_reduce_shared_expert_outputs()):
-            out = out + zero
+            out = (out + zero).to(out.dtype)  # autocast's, whatever the tokens' is
         if zero is not None and self._sums_over_ranks():  # only one rank would have its gradient
             text = "zero_expert_num must be 0 where reduce_results sums over ranks"
             out = refuse(out, wanted(zero), "FusedMoE", text)

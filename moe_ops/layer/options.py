@@ -195,7 +195,7 @@ class FusedMoEOptions:
         for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
             checks.at_least(0, **{name: getattr(self, name)})
         num_logits = num_experts + self.zero_expert_num
-        checks.topk("top_k", top_k, num_logits)
+        checks.topk("top_k", top_k, num_experts)
         checks.one_of("scoring_func", self.scoring_func, SCORING_FUNCS)
         checks.factor("routed_scaling_factor", self.routed_scaling_factor)
         bias = self.e_score_correction_bias

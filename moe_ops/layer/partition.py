@@ -97,7 +97,7 @@ def aligned_sizes(sizes: LayerSizes, whole: int, tp_size: int) -> LayerSizes:
         return replace(sizes, intermediate_size=each)
     if sizes.mixes_rows:
         raise NotImplementedError(
-            "quant_config must have blocks of one row if gate and up rows alternate, got "
+            "scheme must have blocks of one row if gate and up rows alternate, got "
             f"{sizes.scheme.name}"
         )
     per_byte = quant.element.values_per_byte

@@ -126,7 +126,8 @@ class KeepsStateDict(ExpertLayer):
     def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:
         """Replace tensors whose rows hold other experts than the layer's do now.
 
-        Without experts in ``saved``, rows are as in the first placement.
+        Without experts in ``saved``, rows are all experts in order, as a layer of one rank without
+        replicas saves them, or as in the first placement.
 
         Raises:
             ValueError: the tensors lack an expert that this rank holds, are of another part of the
@@ -148,7 +149,9 @@ class KeepsStateDict(ExpertLayer):
                 stacklevel=2,
             )
         if stored.experts is None:
-            stored = RankPart(tuple(self.placement.experts))
+            every = range(self.state.num_experts)
+            plain = not self.is_spread and max(map(len, rows.values()), default=0) == len(every)
+            stored = RankPart(tuple(every if plain else self.placement.experts))
         else:
             stored.check_rows(rows)
         state_dict.update(stored.reordered(rows, self.held_placement().experts))

@@ -101,6 +101,7 @@ def check_factors(
     for which, x in (("a", a), ("b", b)):
         checks.tensor(f"{name} lora_{which}", x, 4, checks.FLOATS)
     adapters, rank = a.shape[0], a.shape[2]
+    checks.at_least(1, **{f"{name} rank": rank})
     checks.between(1, checks.MAX_EXPERTS, **{f"{name} L * El": adapters * num_experts})
     for which, x, rule in (
         ("a", a, (adapters, num_experts, rank, k)),

@@ -152,10 +152,15 @@ def chosen(rows: Sequence[Candidate], candidates: Sequence[Experts]) -> Experts 
     return next((cls for row, cls in pairs if row.supported and row.reason is None), None)
 
 
-def prepare_finalize_of(config: FusedMoEConfig, experts: Experts) -> FusedMoEPrepareAndFinalize:
+def prepare_finalize_of(
+    config: FusedMoEConfig, experts: Experts, most_tokens: int | None = None
+) -> FusedMoEPrepareAndFinalize:
     """The prepare-finalize that serves these experts; ranks exchange tokens among all processes.
 
+    ``most_tokens``: the largest number of tokens that any rank passes; None: not known.
+
     Raises:
+        ValueError: an exchange that needs ``most_tokens`` without it.
         NotImplementedError: ranks that exchange tokens, and experts that route themselves.
     """
     parallel = config.moe_parallel_config
@@ -164,7 +169,7 @@ def prepare_finalize_of(config: FusedMoEConfig, experts: Experts) -> FusedMoEPre
             raise NotImplementedError(
                 "experts must be modular where ranks exchange tokens, got " + experts.__name__
             )
-        return exchange_of(config, RankGroup(parallel.layer_size))
+        return exchange_of(config, RankGroup(parallel.layer_size), most_tokens)
     if config.max_num_tokens is None:
         if experts.is_monolithic():
             return MoEPrepareAndFinalizeNoEPMonolithic()
@@ -175,10 +180,13 @@ def prepare_finalize_of(config: FusedMoEConfig, experts: Experts) -> FusedMoEPre
 
 
 def build(
-    experts: Experts, config: FusedMoEConfig, quant_config: FusedMoEQuantConfig
+    experts: Experts,
+    config: FusedMoEConfig,
+    quant_config: FusedMoEQuantConfig,
+    most_tokens: int | None = None,
 ) -> FusedMoEKernel:
     """Build the kernel of these experts, with the prepare-finalize of their format."""
-    part = prepare_finalize_of(config, experts)
+    part = prepare_finalize_of(config, experts, most_tokens)
     rows: dict[str, Any] = {}
     if experts.activation_format() is FusedMoEActivationFormat.BatchedExperts:
         rows["max_num_tokens"] = part.max_num_tokens_per_rank()

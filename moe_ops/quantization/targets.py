@@ -55,6 +55,11 @@ class Target(ABC):
     def finish(cls, model: nn.Module) -> None:
         """Note in the model what has been quantized, once all targets are."""
 
+    @property
+    def full_name(self) -> str:
+        """The module's name as errors give it."""
+        return f"model.{self.name}" if self.name else "model"
+
     def check(self, scheme: Scheme) -> None:
         """Check that `quantize` will succeed.
 
@@ -75,12 +80,12 @@ class Target(ABC):
         plain, sizes, quant = self.weights(), self.sizes(), scheme.weight
         for name, w in zip(PlainExperts._fields, plain, strict=True):
             if w is not None and w.is_meta:
-                raise ValueError(f"model.{self.name} must hold numbers, got {name} on meta")
+                raise ValueError(f"{self.full_name} must hold numbers, got {name} on meta")
         width = sizes.intermediate_size
         per_byte = 1 if quant is None else quant.element.values_per_byte
         if sizes.hidden_size % per_byte or width % per_byte:
             raise ValueError(
-                f"model.{self.name} must have even sizes for 4-bit scheme {scheme.name}, got "
+                f"{self.full_name} must have even sizes for 4-bit scheme {scheme.name}, got "
                 f"H = {sizes.hidden_size} and I = {width}"
             )
         aligned_sizes(replace(sizes, scheme=scheme), width, 1)
@@ -97,7 +102,7 @@ class Target(ABC):
         for expert, part in enumerate(() if w is None else w):
             if not bool(part.isfinite().all()):
                 raise ValueError(
-                    f"model.{self.name} must have finite weights, got others in {name} of "
+                    f"{self.full_name} must have finite weights, got others in {name} of "
                     f"expert {expert}"
                 )
 

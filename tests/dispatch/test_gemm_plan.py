@@ -386,7 +386,7 @@ def test_what_was_passed_over():
         TOKEN: "the routing must be of one token, got 64",
         SLOT: "slots must be so few that each is a tile, got 256",
         FETCH: "tiles must have 128 rows; slots are sorted again for a transposed weight",
-        PACKED: "hopper_packed must have tiles of 16 rows",
+        PACKED: "row tiles must be of a size that hopper_packed has, got 16",
     }
     assert dict(passed_over(second, HOPPER)).keys() == {SLOT, FETCH, PACKED}
     apart = problems("unquantized", 1)[1]._replace(boxes=False)

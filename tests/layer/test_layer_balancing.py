@@ -107,6 +107,9 @@ def test_state_dicts_load_onto_any_placement(scheme):
     rebalance(layer, state, 1)
     saved.append(copy.deepcopy(layer.state_dict()))
     old = {name: x for name, x in saved[0].items() if name != "_extra_state"}
+    plain = layer_of(scheme)
+    moe_ops.load_checkpoint(plain, source_of(scheme, 3), progress=False)
+    saved.append(copy.deepcopy(plain.state_dict()))
     for placed in (balanced(scheme, 2)[0], balanced(scheme)[0], layer):
         for tensors in saved:
             for param in placed.parameters():
@@ -116,7 +119,6 @@ def test_state_dicts_load_onto_any_placement(scheme):
     placed = balanced(scheme, 2)[0]
     placed.load_state_dict(old, strict=False)  # of an earlier version: the first placement
     assert same_numbers(placed, 3)
-    plain = layer_of(scheme)
     moe_ops.load_checkpoint(plain, source_of(scheme, 4), progress=False)
     plain.load_state_dict(saved[1])
     assert same_numbers(plain, 3)

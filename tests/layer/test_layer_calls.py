@@ -348,3 +348,22 @@ def test_errors_when_the_layer_is_made(options, message):
 def test_an_input_that_no_shared_expert_reads(options):
     with pytest.raises(ValueError, match="shared_experts_input must be None without shared_expe"):
         make(**options)(*batch(), batch()[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"chunk_size": 2}, {"zero_expert_num": 2, "zero_expert_type": "identity"}],
+    ids=str,
+)
+def test_results_have_the_dtype_of_autocast(options):
+    """With any number of tokens."""
+    layer, (x, logits) = make(**options), batch(logits=E + options.get("zero_expert_num", 0))
+    with torch.autocast("cpu", torch.bfloat16):
+        for tokens in (0, T):
+            assert layer(x[:tokens], logits[:tokens]).dtype is torch.bfloat16
+
+
+def test_a_token_has_no_more_slots_than_there_are_experts():
+    """Beside zero experts, which are no experts to any operator."""
+    with pytest.raises(ValueError, match="top_k must be between 1 and the 2 experts, got 3"):
+        moe_ops.FusedMoE(2, 3, H, H, zero_expert_num=2, zero_expert_type="identity")

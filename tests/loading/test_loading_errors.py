@@ -159,6 +159,9 @@ def test_prefixes(source):
     for prefix in ("", "mlp", "model.layers.10.mlp"):
         with pytest.raises(ValueError, match=known):
             load(layer, model, prefix=prefix)
+    others = {n.replace("_proj", "_other"): x for n, x in model.items() if ".0.mlp" in n}
+    with pytest.raises(ValueError, match=r"names begin with \['model.layers.0.mlp.'\]$"):
+        load(layer, others, prefix="model.layers.0.mlp")
     for end in (".", ".experts.", "", ".experts"):
         prefix = f"model.layers.1.mlp{end}"
         load(layer, model, prefix=prefix)

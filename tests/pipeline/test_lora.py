@@ -238,6 +238,7 @@ def test_one_compilation(device):
     ("change", "message"),
     [
         ({"w1": (torch.zeros(L, E, R, H), torch.zeros(L, E, H, R))}, "lora.w1's lora_b must be"),
+        ({"w1": (torch.zeros(L, E, 0, H), torch.zeros(L, E, H, 0))}, "lora.w1's rank must be at"),
         ({"w2": (torch.zeros(2, E, R, I), torch.zeros(2, E, H, R))}, "lora.w2's L must be L of"),
         ({"lora_ids": torch.zeros(3, dtype=torch.int64)}, "lora.lora_ids must have the 9 tokens"),
         ({"scaling": torch.ones(2)}, r"scaling.numel\(\) must be the number of adapters = 3"),

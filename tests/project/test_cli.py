@@ -105,6 +105,17 @@ def test_explain_unknown_values(option, value, known, capsys):
         assert name in error
 
 
+def test_explain_reads_every_option_or_refuses_it(capsys):
+    for options, why in {
+        "--link-gbps 23.5": "--link-gbps must come with --ranks",
+        "--backend=symmetric": "--backend must come with --ranks",
+        "--host-gbps 9": "--host-gbps must come with --resident",
+        "--resident 2 --ranks 2": "--resident must come without --ranks",
+    }.items():
+        assert exit_code(["explain", "--model", "tiny", *options.split()]) == 2
+        assert why in capsys.readouterr().err
+
+
 def test_explain_prints_a_table(capsys, monkeypatch):
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
     arguments = "--model qwen3-30b-a3b --scheme fp8_block128 --device sm_90 --tokens 1,64"
@@ -130,14 +141,16 @@ def test_explain_json(capsys):
 
 def test_explain_many_ranks(capsys):
     arguments = "--model qwen3-30b-a3b --device sm_90 --ranks 8 --tokens 64 --json"
+    names = {"--backend symmetric": "Symmetric", "--backend fixed_capacity": "Fixed"}
     ways = []
-    for more in ("--backend fixed_capacity", "--link-gbps 23.5", "--link ndr400 --link-gbps 23.5"):
+    for more in (*names, "--link-gbps 23.5", "--link ndr400 --link-gbps 23.5"):
         assert exit_code(["explain", *arguments.split(), *more.split()]) == 0
         record = json.loads(capsys.readouterr().out)
         assert record["config"]["num_local_experts"] == 16
         ways.append(record["exchanges"][0]["ways"])
         exchange = record["prepare_finalize"]
-        assert exchange.startswith("Fixed" if "backend" in more else "AllGather")
+        assert exchange.startswith(names.get(more, "AllGather"))
+    ways = ways[1:]
     sent = ways[0][0]["dispatch_bytes"] + ways[0][0]["combine_bytes"]
     times = [way[0]["time_us"] for way in ways]
     assert times == pytest.approx([26.1 + sent / 235e3, 26.1 + sent / 23.5e3, sent / 23.5e3])

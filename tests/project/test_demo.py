@@ -94,3 +94,10 @@ def test_without_records_there_is_what_explain_says(tmp_path):
     assert head == ["layer", "tokens", "kernel of GEMM 1", "estimate us"]
     assert not records.missing(tmp_path), "no GPU is named"
     assert first[:2] == ["qwen3-30b, bf16", "1"] and float(first[3]) > 0
+
+
+def test_a_prompt_has_words(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["demo", "--prompt", ""])
+    with pytest.raises(SystemExit, match="2"):
+        demo.parse_arguments()
+    assert "--prompt must not be empty" in capsys.readouterr().err

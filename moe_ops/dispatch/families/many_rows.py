@@ -185,7 +185,7 @@ EITHER_WAY = (
 def _has_rows(kernel: str) -> Condition:
     """The kernel has tiles with the row tile of the plan."""
     return Condition(
-        f"{kernel} must have tiles of {{problem.sizes.row_tile}} rows",
+        f"row tiles must be of a size that {kernel} has, got {{problem.sizes.row_tile}}",
         lambda p, _: tile_widths(kernel, p.sizes.row_tile, p.gemm.itemsize) != (),
     )
 

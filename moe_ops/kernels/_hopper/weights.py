@@ -101,7 +101,7 @@ def product(ring, stage, vectors, q, PIECE: gl.constexpr, acc):
 
 
 @gluon.jit
-def zeros(L: gl.constexpr, G: gl.constexpr):
+def no_product(L: gl.constexpr, G: gl.constexpr):
     """What the product of a piece is added to."""
     return gl.full([ROWS, G.COLUMNS], 0, gl.int32 if G.INTEGER else gl.float32, L)
 
@@ -109,7 +109,7 @@ def zeros(L: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def add_products(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     """Main loop for 16-bit operands: a stage's products overlap the start of the next stage's."""
-    zero = zeros(L, G)
+    zero = no_product(L, G)
     total = zero
     for c in range(G.CHUNKS):
         acc = zero
@@ -134,7 +134,7 @@ def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     Hopper's fp8 tensor cores accumulate in fewer bits than float32 has, so each product starts from
     zero and is added in float32. Sums of int8 products are exact, in int32.
     """
-    zero = zeros(L, G)
+    zero = no_product(L, G)
     total = zero
     for c in range(G.CHUNKS):
         chosen = of_chunk(c, L, G)
@@ -153,7 +153,7 @@ def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def add_scaled(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     """Main loop for 8-bit operands with scales per piece, all of which lie in shared memory."""
-    zero = zeros(L, G)
+    zero = no_product(L, G)
     total = zero.to(gl.float32)
     for c in range(G.CHUNKS):
         chosen = of_chunk(c, L, G)
