@@ -31,8 +31,6 @@ from moe_ops.parallel import EplbState, FusedMoEParallelConfig
 from moe_ops.pipeline.checking import checking
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
-from moe_ops.pipeline.modular_kernel import FusedMoEKernel
-from moe_ops.pipeline.selection import select_kernel
 from moe_ops.routing import RoutingMethodType, fused_topk, grouped_topk, select_experts
 from moe_ops.scheme import (
     SCHEMES,
@@ -51,6 +49,7 @@ from moe_ops.version import __version__
 
 _LATER = {
     "FusedMoE": "layer",
+    "FusedMoEKernel": "pipeline.modular_kernel",
     "FusedMoEOptions": "layer",
     "LoadReport": "layer.checkpoint",
     "expert_lora": "training",
@@ -59,6 +58,7 @@ _LATER = {
     "offload_": "offload",
     "offload_stats": "offload",
     "quantize_": "quantization",
+    "select_kernel": "pipeline.selection",
     "warmup": "inspect.warmup",
     "workspace_nbytes": "inspect.workspace",
 }
@@ -124,6 +124,8 @@ if TYPE_CHECKING:
     from moe_ops.layer import FusedMoE, FusedMoEOptions
     from moe_ops.layer.checkpoint import LoadReport, load_checkpoint
     from moe_ops.offload import offload_, offload_stats
+    from moe_ops.pipeline.modular_kernel import FusedMoEKernel
+    from moe_ops.pipeline.selection import select_kernel
     from moe_ops.quantization import quantize_
     from moe_ops.training import expert_lora
 else:  # a type checker would take any name for one of this module

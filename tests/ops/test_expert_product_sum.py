@@ -190,7 +190,7 @@ class Calls(TorchDispatchMode):
     [
         *((scheme, 1, True) for scheme in SCHEMES[:3]),
         *((scheme, 2, False) for scheme in SCHEMES[:3]),
-        ("int8_channel", 1, False),
+        ("int8_channel", 1, True),
         ("int4_w4a16_g16", 1, True),
         ("int4_w4a16_g16", 2, False),
         ("mxfp4", 1, False),

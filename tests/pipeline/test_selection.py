@@ -72,6 +72,15 @@ def test_reasons_in_their_order():
     ]
 
 
+def test_4_bit_numbers_come_in_pairs():
+    for scheme in ("int4_w4a16_g128", "nvfp4", "fp8_block128"):
+        for sizes in ({"hidden_dim": 63}, {"intermediate_size": 33}):
+            config = replace(STANDARD, **sizes)
+            text = reason(moe_ops.pipeline.TritonExperts, config, moe_ops.SCHEMES[scheme])
+            assert (text is None) == (scheme == "fp8_block128"), text
+            assert text is None or "does not support odd sizes (" in text
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -84,6 +84,8 @@ class Supports:
         parallel, method = config.moe_parallel_config, config.routing_method
         lacks = parallel.lacks()
         device = torch.device(config.device)
+        sizes = config.hidden_dim, config.intermediate_size
+        each = max((q.element.values_per_byte for q in key if q is not None), default=1)
         rules = (
             (
                 self._device_works(device, key, capability),
@@ -105,6 +107,7 @@ class Supports:
             (_among(method, self.routing_methods), f"routing method {method!r}"),
             (_among(logits, self.router_logits_dtypes), f"router logits dtype {logits}"),
             (config.hidden_dim % self.hidden_multiple == 0, f"hidden size {config.hidden_dim}"),
+            (sizes[0] % each == sizes[1] % each == 0, f"odd sizes {sizes} with 4-bit numbers"),
             (self.batch_invariant or not config.batch_invariant, "batch invariance"),
             (
                 not (config.batch_invariant and depends_on_batch(activation)),
