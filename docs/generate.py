@@ -26,6 +26,7 @@ from moe_ops.activation import Activation, MoEActivation, settings_of
 from moe_ops.bench.problems import load_problems
 from moe_ops.inspect.devices import MEASURED, TARGETS, TargetDevice
 from moe_ops.loading import LAYOUTS
+from moe_ops.loading.names import PROJECTIONS
 from moe_ops.scheme import SCHEMES, min_capability
 from moe_ops.scheme.capability import schemes_instead, what_lacks
 from moe_ops.support import ARCHITECTURES
@@ -46,15 +47,7 @@ from inside_sglang import SGLANG  # noqa: E402
 from inside_vllm import VLLM  # noqa: E402
 from tables import markdown, source  # noqa: E402
 
-SUBMODULES = (
-    "functional",
-    "routing",
-    "pipeline",
-    "parallel",
-    "layer",
-    "loading",
-    "scheme",
-)
+SUBMODULES = ("functional", "routing", "pipeline", "parallel", "layer", "loading", "scheme")
 """Public modules whose names are not all on top of the package."""
 OUTPUT = Path(__file__).with_name("generated")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -200,6 +193,14 @@ def instead() -> str:
             told = ", ".join(f"`{name}`" for name in names) or "-"
             lines.append([f"`{scheme.name}`", f"sm_{lowest}", told, weights if names else "-"])
     return markdown(["scheme", "runs from", "below it", "with"], lines, labels=4)
+
+
+def projections() -> str:
+    """Names of projections in checkpoints."""
+    what = {"w1": "gate", "w3": "up", "w13": "gate and up in one", "w2": "down"}
+    names = {w: [f"`{name}`" for name, its in PROJECTIONS.items() if its == w] for w in what}
+    lines = [[what[w], ", ".join(names[w])] for w in what]
+    return markdown(["projection", "names"], lines, labels=2)
 
 
 def layouts() -> str:
@@ -412,6 +413,7 @@ PAGES = {
     "gpus": gpus,
     "instead": instead,
     "layouts": layouts,
+    "projections": projections,
     "architectures": architectures,
     "gpu_tests": gpu_tests,
     "floors": floors,

@@ -67,9 +67,14 @@ COMPANIONS = {
 """Options of ``explain``, each with the one without which it says nothing."""
 
 
+def _options_given(arguments: Sequence[str]) -> set[str]:
+    """The options that a command line gives."""
+    return {argument.partition("=")[0] for argument in arguments}
+
+
 def _bench(arguments: Sequence[str]) -> int:
     """Time layers on one GPU, with ``--ranks`` on several, or with ``--resident`` offloaded."""
-    named = {argument.partition("=")[0] for argument in arguments}
+    named = _options_given(arguments)
     spread, on_host = "--ranks" in named, "--resident" in named
     chosen = ranks if spread else offload if on_host else layer
     return chosen.main(arguments, prog=f"{PROGRAM} bench")
@@ -81,7 +86,7 @@ def _explain(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if (chosen.format == "batched") is (chosen.max_num_tokens is None):
         parser.error("--format batched and --max-num-tokens go together")
-    _check_companions(parser, {argument.partition("=")[0] for argument in arguments})
+    _check_companions(parser, _options_given(arguments))
     (problem,), ranks = chosen.problems, chosen.ranks
     if ranks > problem.num_experts:
         parser.error(f"--ranks must be at most the {problem.num_experts} experts, got {ranks}")

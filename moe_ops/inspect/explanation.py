@@ -337,8 +337,9 @@ def explain(
     capability = None if device is None or target.facts is None else target.facts.arch
     rows = judge(config, quant.scheme, candidates, capability)
     choice = chosen(rows, candidates)
-    most = max(num_tokens, default=1)
-    kernel = None if choice is None else build(choice, config, quant, most)
+    kernel = None
+    if choice is not None:
+        kernel = build(choice, config, quant, most_tokens=max(num_tokens, default=1))
     costs, exchanges, link, host = [], [], link_of(link), None
     if resident is not None:
         host = host_costs(config, quant.scheme, resident, num_tokens, host_gbps)

@@ -150,8 +150,9 @@ class KeepsStateDict(ExpertLayer):
             )
         if stored.experts is None:
             every = range(self.state.num_experts)
-            plain = not self.is_spread and max(map(len, rows.values()), default=0) == len(every)
-            stored = RankPart(tuple(every if plain else self.placement.experts))
+            count = max(map(len, rows.values()), default=0)
+            in_order = count == len(every) and not self.is_spread
+            stored = RankPart(tuple(every if in_order else self.placement.experts))
         else:
             stored.check_rows(rows)
         state_dict.update(stored.reordered(rows, self.held_placement().experts))

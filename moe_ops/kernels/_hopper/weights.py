@@ -132,7 +132,8 @@ def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
     """Main loop for 8-bit operands whose scales span K; applies the scales of the vectors.
 
     Hopper's fp8 tensor cores accumulate in fewer bits than float32 has, so each product starts from
-    zero and is added in float32. Sums of int8 products are exact, in int32.
+    zero and is added in float32. Sums of int8 products are exact in int32, as a vector that fits in
+    shared memory is short enough.
     """
     zero = no_product(L, G)
     total = zero

@@ -124,7 +124,7 @@ class Launch:
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Launch with tensors, TMA descriptors, integers or None in order, the first a tensor.
 
-        All are on the device of the first.
+        Tensors are on the device of the first, or in host memory that it reads.
         """
         if self.interpreted:
             self.kernel[grid](*arguments, **self.constants)
