@@ -179,12 +179,12 @@ def multiply_tile(to, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.cons
     m, n, choice, first_row = tile
     expert = gl.maximum(choice, 0).to(gl.int64)
     first = n * C.OUT_N + FIRST_COL
-    zeros = gl.full((BOX_ROWS, COLS), 0, gl.int32 if C.sums_integers else gl.float32, LAYOUT)
+    zeros = gl.full((BOX_ROWS, COLS), 0, gl.int32 if C.SUMS_INTEGERS else gl.float32, LAYOUT)
     sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
     if C.SCALE_COLS is not None:
         scales = find_scales(expert, first, v, C)
         sums, step = add_scaled(step, ring, scales, sums, GROUP, C)
-    elif C.ITEMSIZE == 1 and not C.sums_integers:
+    elif C.ITEMSIZE == 1 and not C.SUMS_INTEGERS:
         sums, step = add_wide(step, ring, sums, GROUP, C)
     else:
         sums, step = add_products(step, ring, sums, GROUP, C)

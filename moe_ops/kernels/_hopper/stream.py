@@ -126,10 +126,10 @@ def add_scaled(step, ring, scales, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.
 def add_products(step, ring, acc, C: gl.constexpr):
     """Main loop for scales that span K: int8 products are added by the tensor cores, fp8 after."""
     for _ in range(C.STEPS):
-        p, stage = next_product(step, ring, acc if C.sums_integers else zeros(acc, C), C)
+        p, stage = next_product(step, ring, acc if C.SUMS_INTEGERS else zeros(acc, C), C)
         p = warpgroup_mma_wait(0, [p])
         mbarrier.arrive(ring.empty.index(stage))
-        acc = p if C.sums_integers else acc + p
+        acc = p if C.SUMS_INTEGERS else acc + p
         step += 1
     return acc, step
 
@@ -149,7 +149,7 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
         slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
         source = slot // C.TOP_K
         acc = gl.full(
-            (C.BLOCK_N, C.BLOCK_M), 0, gl.int32 if C.sums_integers else gl.float32, LAYOUT
+            (C.BLOCK_N, C.BLOCK_M), 0, gl.int32 if C.SUMS_INTEGERS else gl.float32, LAYOUT
         )
         if C.SCALE_COLS is not None:
             scales = find_scales(expert, n * C.OUT_N, v, C)
