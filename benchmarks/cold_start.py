@@ -32,6 +32,12 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def implementations() -> dict[str, Callable[..., Callable[[], Any]]]:
+    """Name -> what makes a layer's call, in this library and in `peers`. Imports moe_ops."""
+    import_module("peers")  # adds its own
+    return import_module("moe_ops.bench.layer").IMPLS
+
+
 @torch.no_grad()
 def times_of(impl: str, model: str, tokens: int, routing: str) -> dict[str, float]:
     """``import_s``, ``first_call_s`` of the eager layer, then ``compile_s``.
@@ -42,12 +48,13 @@ def times_of(impl: str, model: str, tokens: int, routing: str) -> dict[str, floa
     torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu").sum().item()
     import_s = seconds(lambda: import_module(MODULES[impl]))
     # Imported only here: these modules import moe_ops, whose import had to be timed first.
-    bench_layer = import_module("moe_ops.bench.layer")
+    make = implementations()[impl]
     problems = import_module("moe_ops.bench.problems")
-    problem, device = problems.find_problem(model), bench_layer.default_device()
+    device = import_module("moe_ops.bench.harness").default_device()
+    problem = problems.find_problem(model)
     experts = problems.make_experts(problem, "bf16", device)
     inputs = problems.make_inputs(problem, tokens, routing, device)
-    call = bench_layer.IMPLS[impl](experts, inputs)
+    call = make(experts, inputs)
     first_call_s = seconds(call)
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     return {

@@ -1,6 +1,7 @@
 """What a layer costs beside GPU time: how it is measured, recorded and reported."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,22 @@ def test_a_cold_start(case, monkeypatch):
     assert all((row.M, row.shape, row.impl) == (3, "tiny", "moe_ops") for row in rows)
     assert all(0 < row.value < bench.COLD_TIMEOUT_S for row in rows)
     assert len(seen) == 2 and not any(path.exists() for path in seen)
+
+
+def test_cold_processes_find_the_peers():
+    """In this process other modules have added them."""
+    lost = "from cold_start import *; print(*MODULES.keys() - implementations())"
+    paths = os.pathsep.join(
+        str(Path(path).parent) for path in (bench.__file__, moe_ops.__path__[0])
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", lost],
+        env={**os.environ, "PYTHONPATH": paths},
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert done.stdout.split() == []
 
 
 def test_a_failure_costs_no_other_row(capsys, monkeypatch, tmp_path):
