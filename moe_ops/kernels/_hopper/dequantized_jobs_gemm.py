@@ -24,13 +24,14 @@ from moe_ops.kernels._hopper.dequantized_gemm import (
 from moe_ops.kernels._hopper.dequantized_jobs import ROWS, WARPS
 from moe_ops.kernels._hopper.dequantized_slot import hopper_decode_slot_kernel
 from moe_ops.kernels._hopper.dequantized_sum import hopper_decode_sum_kernel
+from moe_ops.kernels._runtime.cache_keys import KeyedConstants
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import all_dense, dense, dense_vectors, map_size
 from moe_ops.scheme import get_scheme
 
 
 @dataclass(frozen=True)
-class JobConstants:
+class JobConstants(KeyedConstants):
     """Constants of the kernels for few slots, beside the `DequantizedConstants` of the product."""
 
     COUNT: int

@@ -42,9 +42,6 @@ class Constants(StoredLayout, TiledLayout):
     """Whether the kernel copies rows from where they lie, not from gathered or permuted rows."""
     INTEGER: bool
     """Whether operands are int8, whose products are summed exactly in int32."""
-    SUMS_INTEGERS: bool
-    """Whether all of K is summed in int32, as no scales divide it. A field, although others decide
-    it, so that it is part of the key by which compiled kernels are cached."""
     BLOCK_N: int
     """Weight rows of a tile; with a gate, half of them are gate rows."""
     BY_COLUMNS: bool
@@ -59,6 +56,11 @@ class Constants(StoredLayout, TiledLayout):
 
     PART_ROWS = BOX_ROWS.value
     """Rows of a part of a tile: see `schedule`."""
+
+    @property
+    def SUMS_INTEGERS(self) -> bool:  # noqa: N802 (a constant of the kernel)
+        """Whether all of K is summed in int32, as no scales divide it."""
+        return self.INTEGER and self.SCALE_COLS is None
 
     @cached_property
     def many(self) -> Launch:
@@ -125,7 +127,6 @@ def constants(
         ROW_SCALE_STRIDE=0 if rows.shared else 1,
         FETCHES=tiles.kernel == FETCH,
         INTEGER=rows.integer,
-        SUMS_INTEGERS=rows.integer and weight.scale_cols is None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         GROUP_M=tiles.group_m,

@@ -16,10 +16,11 @@ from moe_ops.activation import Formula
 from moe_ops.dispatch.hopper import ROW_BYTES
 from moe_ops.dispatch.problem import WeightRows
 from moe_ops.kernels._hopper.boxes import descriptor
+from moe_ops.kernels._runtime.cache_keys import KeyedConstants
 
 
 @dataclass(frozen=True)
-class ProductLayout:
+class ProductLayout(KeyedConstants):
     """Sizes of a product, of its weight, and of the ring of stages."""
 
     N: int

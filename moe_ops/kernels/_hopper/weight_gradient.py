@@ -34,6 +34,7 @@ from moe_ops.kernels._hopper.memory import load_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._hopper.ring import Ring, make_barriers, stage_to_fill, stage_to_read, turn_of
 from moe_ops.kernels._hopper.stream import COPYING
+from moe_ops.kernels._runtime.cache_keys import KeyedConstants
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import HEADER
@@ -43,7 +44,7 @@ STEP_ROWS = gl.constexpr(64)
 
 
 @dataclass(frozen=True)
-class WeightGradientConstants:
+class WeightGradientConstants(KeyedConstants):
     """Constants of the kernel."""
 
     N: int

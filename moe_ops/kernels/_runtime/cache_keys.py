@@ -1,4 +1,4 @@
-"""Triton cache keys that do not depend on which kernel is used first.
+"""Triton cache keys that do not depend on which kernel is used first, nor miss what kernels read.
 
 Triton finds a compiled kernel on disk by its `cache_key`, a hash of its source, of the functions it
 calls and of the global constants that all of them use. Triton 3.6 merges the constants of a called
@@ -6,16 +6,36 @@ function before it computes that function's own key, so the constants are missin
 function had no key yet. A kernel's key then depends on which kernels were used before it, and the
 next process compiles again what is on disk. If the keys of called functions are computed first,
 the constants are always included (Triton 3.9 does this itself).
+
+The arguments that are constants are in the key as text, which of a dataclass has the fields alone:
+`KeyedConstants` adds what kernels read besides.
 """
 
 from __future__ import annotations
 
 import ast
+from functools import cached_property
 from threading import RLock
 from types import ModuleType
 from typing import Any
 
 from triton.runtime.jit import JITCallable, JITFunction
+
+
+class KeyedConstants:
+    """Base of a dataclass that is a constant of kernels.
+
+    Without it, a version of this library in which a property has another formula would find the
+    kernels that an older one compiled.
+    """
+
+    @cached_property
+    def cache_key(self) -> str:
+        """Fields, class attributes in capitals, and values of properties; Triton asks for it."""
+        members = [item for kind in type(self).__mro__ for item in vars(kind).items()]
+        read = [name for name, to in members if name.isupper() or isinstance(to, property)]
+        return f"{self} {[(name, getattr(self, name)) for name in read]}"
+
 
 _DONE: set[int] = set()
 """Ids of functions that have their final key, or will have it when the running call returns.
