@@ -67,14 +67,17 @@ SCHEMES = (
     "int8_block128", "fp8_w8a16", "int8_w8a16", "int4_w4a16_g128", "int4_w4a16_g128_zp",
     "mxfp4_w4a16", "nvfp4_w4a16", "mxfp8", "mxfp4", "nvfp4", "int4_w4a8_g128",
 )  # fmt: skip
-FP8 = ("fp8_tensor_static", "fp8_tensor", "fp8_channel", "fp8_block128")
-TOKEN_SCHEMES = ("unquantized", "fp8_channel", "fp8_block128")
+EIGHT_BITS = (
+    "fp8_tensor_static", "fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel",
+    "int8_block128",
+)  # fmt: skip
+TOKEN_SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int8_block128")
 PLAIN: dict[str, dict[str, Any]] = {
     **{f"direct/{s}": {**DIRECT, "scheme": s} for s in SCHEMES},
     **{f"tails/{s}": {**TAILS, "scheme": s} for s in SCHEMES},
     **{f"many/{s}": {**MANY, "scheme": s} for s in SCHEMES},
-    **{f"stream/{s}": {**STREAM, "scheme": s} for s in FP8},
-    **{f"packed/{s}": {**PACKED, "scheme": s} for s in ("unquantized", *FP8)},
+    **{f"stream/{s}": {**STREAM, "scheme": s} for s in EIGHT_BITS},
+    **{f"packed/{s}": {**PACKED, "scheme": s} for s in ("unquantized", *EIGHT_BITS)},
     **{f"direct/token/{s}": {**TOKEN, "scheme": s} for s in TOKEN_SCHEMES},
     **{f"direct/token/{s}/elsewhere": {**ELSEWHERE, "scheme": s} for s in TOKEN_SCHEMES},
     "direct/token/float16": {**TOKEN, "dtype": F16},
