@@ -40,6 +40,12 @@ def weights_of(experts: Any) -> Weights:
     layer = quantized_layer(experts)
     host = experts.__dict__.get(HOST) if layer is None else layer.host_experts
     if host is not None:
+        if layer is None and "parametrizations" in experts._modules:
+            raise NotImplementedError(
+                "experts in host memory must have adapters of PEFT that "
+                "moe_ops.integrations.transformers.adapt(model) has seen, and no other "
+                f"parametrizations, got those of {list(experts.parametrizations)}"
+            )
         return Weights(*host[1:])
     if layer is not None:
         config = layer.quant_method.get_fused_moe_quant_config(layer)

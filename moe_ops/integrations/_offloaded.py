@@ -163,12 +163,23 @@ def hold(
 
 def leave(experts: Any, device: torch.device) -> None:
     """Put all experts on the device, as a module without host memory has them."""
-    if isinstance(experts, _OnHost):
-        for name in (HOST, RESIDENT):
-            experts.__dict__.pop(name, None)
-        experts.__class__ = experts._plain_class  # type: ignore[assignment]
+    release(experts)
     for x in experts.parameters(recurse=False):
         x.data = x.data.to(device, copy=True)
+
+
+def release(experts: Any) -> tuple[int, torch.device] | None:
+    """Take the slots from a module, whose parameters stay on the host.
+
+    Returns:
+        The number of resident experts and their device; None for a module without slots.
+    """
+    if not isinstance(experts, _OnHost):
+        return None
+    experts.__dict__.pop(HOST, None)
+    resident: tuple[int, torch.device] = experts.__dict__.pop(RESIDENT)
+    experts.__class__ = experts._plain_class  # type: ignore[assignment]
+    return resident
 
 
 class _OnHost(nn.Module):
@@ -201,6 +212,10 @@ class _OnHost(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load into the store, and forget what the slots hold."""
         super()._load_from_state_dict(*args, **kwargs)
+        self.renew_slots()
+
+    def renew_slots(self) -> None:
+        """Make new slots, once the parameters have changed: capture CUDA graphs after this."""
         hold(self, *self.__dict__[RESIDENT])
 
     def __reduce_ex__(self, protocol: Any) -> Any:

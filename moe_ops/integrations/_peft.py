@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_ops.integrations import _fp8
 from moe_ops.integrations._blocks import check_forward
-from moe_ops.integrations._experts import weights_of
+from moe_ops.integrations._experts import HOST, weights_of
 from moe_ops.integrations._gates import activation_of
 from moe_ops.integrations._layers import NAME, quantized_layer
 from moe_ops.pipeline.lora import ExpertLora
@@ -120,7 +120,10 @@ def _change_weight(wrapper: Any, method: str, *args: Any, **kwargs: Any) -> Any:
             f"{type(experts).__name__}: merge into the model before moe_ops.quantize_, or leave "
             "adapters beside it"
         )
-    return getattr(type(wrapper), method)(wrapper, *args, **kwargs)
+    result = getattr(type(wrapper), method)(wrapper, *args, **kwargs)
+    if HOST in experts.__dict__:
+        experts.renew_slots()
+    return result
 
 
 def has_quantized_weights(experts: Any) -> bool:
@@ -128,6 +131,11 @@ def has_quantized_weights(experts: Any) -> bool:
     if quantized_layer(experts) is not None or _fp8.is_quantized(experts):
         return True
     return weights_of(experts).quant_config.scheme.weight is not None
+
+
+def needs_adapting(experts: Any) -> bool:
+    """Whether PEFT's own forward cannot change the weights that this library runs."""
+    return HOST in experts.__dict__ or has_quantized_weights(experts)
 
 
 def active(wrappers: list[Any]) -> ExpertLora | None:

@@ -11,10 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_ops.integrations import _reach, _saving
-from moe_ops.integrations._experts import map_for_few_experts, weights_of
+from moe_ops.integrations._experts import map_for_few_experts, own_weights
 from moe_ops.integrations._layers import new_layer, put_layer, quantized_layer
+from moe_ops.integrations._offloaded import release
 from moe_ops.layer import LayerSizes
 from moe_ops.layer.plain import PlainExperts, fill_quantized
+from moe_ops.offload.targets import LayerOnHost
 from moe_ops.quantization.peaks import Peaks
 from moe_ops.quantization.targets import FINDERS, Target
 from moe_ops.scheme import Scheme
@@ -46,7 +48,7 @@ class ExpertsTarget(Target):
 
     def weights(self) -> PlainExperts:
         """Return views of the module's parameters."""
-        return PlainExperts(*weights_of(self.module)[:4])
+        return PlainExperts(*own_weights(self.module)[:4])
 
     @contextmanager
     def observed(self, peaks: Peaks) -> Iterator[None]:
@@ -66,12 +68,15 @@ class ExpertsTarget(Target):
             hook.remove()
 
     def quantize(self, scheme: Scheme, input_scales: tuple[float, float] | None) -> None:
-        """Replace the module's parameters by a `FusedMoE`."""
+        """Replace the module's parameters by a `FusedMoE`, in host memory if they are there."""
         plain = self.weights()
         layer = new_layer(self.module, scheme)
         rows = {expert: expert for expert in range(layer.num_experts)}
         fill_quantized(layer, plain, rows, input_scales)
+        resident = release(self.module)
         put_layer(self.module, layer)
+        if resident is not None:
+            LayerOnHost(self.name, layer).put(*resident)
 
     @classmethod
     def finish(cls, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from moe_ops import checks
 from moe_ops.integrations import _fp8, _llama4, _longcat, _mxfp4, _peft, _torchao
-from moe_ops.integrations._experts import axes_of
+from moe_ops.integrations._experts import HOST, axes_of
 from moe_ops.layer import FusedMoE
 
 _ADAPTED = {"Llama4TextExperts": "Llama 4", _longcat.EXPERTS: "LongCat"}
@@ -109,9 +109,10 @@ def _outer_reason(model: nn.Module, name: str, experts: Any) -> str:
             return f"not supported: {_mxfp4.NO_ADAPTERS}"
         block = model.get_submodule(name.rpartition(".")[0])
         return "" if _mxfp4.is_adapted(block) else _MXFP4
-    if outer is experts or _peft.is_adapted(outer) or not _peft.has_quantized_weights(experts):
+    if outer is experts or _peft.is_adapted(outer) or not _peft.needs_adapting(experts):
         return ""
-    return "PEFT's adapters cannot run beside quantized weights: adapt(model) runs them"
+    where = "in host memory" if HOST in experts.__dict__ else "with quantized weights"
+    return f"PEFT's adapters cannot run beside experts {where}: adapt(model) runs them"
 
 
 def unquantizable(module: Any) -> str:

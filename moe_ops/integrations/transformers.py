@@ -57,8 +57,8 @@ def check(model: nn.Module) -> list[Unreached]:
     ``...Experts`` (except ``Shared``, through which every token runs), a class with ``expert`` or
     ``moe`` in its name that holds 3-D parameters, a ``ModuleList`` or ``ModuleDict`` called
     ``experts``, and a class named ``...MoE`` with none of these inside. Experts with other names
-    and forms are not found. Adapters of PEFT beside quantized weights are named until `adapt` has
-    seen them.
+    and forms are not found. Adapters of PEFT beside quantized weights or experts in host memory are
+    named until `adapt` has seen them.
 
     Returns:
         ``(name, class_name, reason)`` of each module; empty if all run this library.

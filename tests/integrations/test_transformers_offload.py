@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.utils.parametrize as parametrize
 from table_items import every_row
 
 import moe_ops
@@ -56,6 +57,26 @@ def test_results_names_and_moves(form):
     back = moe_ops.offload_(other, resident=1.0, progress=False)
     assert moe_ops.offload_stats(back) == (0, 0, 0, 0)
     assert torch.equal(logits(back), logits(model))
+
+
+def test_quantized_in_host_memory():
+    """All experts are, and not those in the slots; the module is as one quantized before."""
+    model, form = tiny(), "int4_w4a16_g32"
+    other = moe_ops.quantize_(on_host(model), form, progress=False)
+    expected = logits(moe_ops.quantize_(model, form, progress=False))
+    assert torch.equal(logits(other), expected)
+    assert moe_ops.offload_stats(other).misses > 0
+    assert torch.equal(logits(copy.deepcopy(other)), expected)
+    assert torch.equal(logits(other.to(torch.bfloat16)), logits(model.to(torch.bfloat16)))
+
+
+def test_parametrizations_are_refused():
+    """PEFT's own forward makes them, and what they compute would not be in the slots."""
+    model = on_host(tiny())
+    experts = model.model.layers[0].mlp.experts
+    parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+    with pytest.raises(NotImplementedError, match=r"adapt\(model\) has seen.*\['down_proj'\]"):
+        logits(model)
 
 
 def squared(self, gate_up):

@@ -137,6 +137,24 @@ def test_adapters_of_quantized_experts(model, kind, ids):
     assert all(w.lora_A["a"].weight.grad.any() for w in wrappers(model))
 
 
+def test_adapters_of_experts_in_host_memory(model, ids):
+    """Once adapted; a merge and its end reach the slots, which held the weights before."""
+    moe_ops.offload_(model, resident=2, progress=False)
+    reasons = {f.reason for f in integration.check(model)}
+    assert reasons == {
+        "PEFT's adapters cannot run beside experts in host memory: adapt(model) runs them"
+    }
+    integration.adapt(model)
+    assert integration.check(model) == []
+    assert_runs(model, ["a"], ids)
+    with torch.no_grad():
+        adapted = model(ids).logits
+        for method in ("merge", "unmerge"):
+            for wrapper in wrappers(model):
+                getattr(wrapper, method)()
+            torch.testing.assert_close(model(ids).logits, adapted, rtol=1e-4, atol=1e-5)
+
+
 def test_another_implementation_runs_the_wrapper(model, ids, monkeypatch):
     """``set_experts_implementation`` after `adapt` decides, too."""
     integration.adapt(model)
