@@ -50,9 +50,9 @@ from moe_ops.bench.stage_profile import ProfileRow, print_profile, profile_row
 from moe_ops.inspect.costs import math_of
 
 SAMPLED_TOKENS = 64
-MAX_REL_ERR = {"bf16": 0.02, "fp8": 0.1}
-"""Largest relative error of rows that are not quantized, and of rows that are; a case with a larger
-error is not recorded."""
+MAX_REL_ERR = {"bf16": 0.02, "fp8": 0.1, "fp4": 0.3}
+"""Largest relative error of rows that are not quantized, and of rows in 8 and in 4 bits; a case
+with a larger error is not recorded."""
 
 WIDTHS = {
     "scheme": 15, "shape": 16, "M": 6, "routing": 8, "impl": 22, "time_us": 9, "p10_us": 9,
@@ -146,7 +146,8 @@ def time_case(case: Case, impl: str) -> Row:
     elif IMPLS[impl] is invariant_layer:
         experts = experts.loaded_invariant
     error = relative_error(timing.output[chosen], reference_rows(experts, inputs, chosen))
-    limit = MAX_REL_ERR["bf16" if experts.scheme.activation is None else "fp8"]
+    rows = experts.scheme.activation
+    limit = MAX_REL_ERR["bf16" if rows is None else "fp4" if rows.element.bits == 4 else "fp8"]
     if not (error < limit and timing.output.isfinite().all()):
         raise ArithmeticError(f"relative error {error:.3g}, must be below {limit}")
     return Row(

@@ -15,8 +15,8 @@ def is_of_model(module: nn.Module, name: str, model: str) -> bool:
 
 
 def runs(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a module has been given a forward."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+    """Whether a module has been given a forward: by `partial`, with which it can be pickled."""
+    return getattr(module.__dict__.get("forward"), "func", None) is forward
 
 
 def check_whole(name: str, block: Any) -> None:

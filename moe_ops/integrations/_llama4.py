@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,4 +103,4 @@ def adaptation(name: str, block: Any) -> Callable[[], None]:
     check_whole(name, block)
     check_forward(name, block)
     check_forward(f"{name}.experts", experts)  # which `block_forward` does not call
-    return partial(setattr, block, "forward", MethodType(block_forward, block))
+    return partial(setattr, block, "forward", partial(block_forward, block))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,4 +64,4 @@ def adaptation(name: str, experts: Any) -> Callable[[], None]:
         )
     check_whole(name, experts)
     check_forward(name, experts)
-    return partial(setattr, experts, "forward", MethodType(experts_forward, experts))
+    return partial(setattr, experts, "forward", partial(experts_forward, experts))

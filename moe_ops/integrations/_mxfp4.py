@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -150,8 +150,8 @@ def _adapt(name: str, block: Any, activation: Activation) -> None:
         experts.__dict__.pop(f"{key}_precision_config", None)
         setattr(experts, key, nn.Parameter(x, requires_grad=False))
     experts.activation = activation
-    experts.forward = MethodType(experts_forward, experts)
-    block.forward = MethodType(block_forward, block)
+    experts.forward = partial(experts_forward, experts)
+    block.forward = partial(block_forward, block)
 
 
 def _converted(name: str, experts: Any, activation: Activation) -> dict[str, Any]:

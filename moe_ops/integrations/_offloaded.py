@@ -17,6 +17,7 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from moe_ops.integrations import _fp8, _mxfp4, _peft, _reach, _torchao
+from moe_ops.integrations._blocks import runs
 from moe_ops.integrations._experts import HOST, Weights, own_weights
 from moe_ops.integrations._layers import NAME, quantized_layer
 from moe_ops.offload.targets import FINDERS, HostTarget, LayerOnHost
@@ -38,11 +39,9 @@ class ExpertsOnHost(HostTarget):
         """Name what this library does not run, or not from host memory."""
         experts, own = self.module, list(self.module.parameters(recurse=False))
         if _mxfp4.is_experts(experts):
-            adapted = getattr(experts.__dict__.get("forward"), "__func__", None)
-            is_adapted = adapted is _mxfp4.experts_forward
-            return (
-                None if is_adapted else "its MXFP4 weights are not adapted: call adapt(model) first"
-            )
+            if runs(experts, _mxfp4.experts_forward):
+                return None
+            return "its MXFP4 weights are not adapted: call adapt(model) first"
         chosen = getattr(experts.config, "_experts_implementation", None)
         if chosen != NAME:
             return f'its experts_implementation is {chosen!r}, not "{NAME}"'

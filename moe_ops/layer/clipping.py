@@ -40,6 +40,7 @@ def clip_grad_norm_(
         TypeError, ValueError: ``max_norm`` is no number from 0 on, or ``norm_type`` none from 1 on.
         RuntimeError: a norm that is not finite, with ``error_if_nonfinite``.
     """
+    checks.instance("model", model, nn.Module)
     for name, value, least in (("max_norm", max_norm, 0), ("norm_type", norm_type, 1)):
         checks.number(name, value)
         if not value >= least:

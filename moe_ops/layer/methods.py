@@ -319,7 +319,8 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
             return cast(FusedMoEQuantConfig, made.value)
         config = stored_config(layer.state.sizes.scheme, layer._parameters)
         layer.state.made["config"] = Made(config, [*own])
-        self._warned = self._warned or warn_if_empty((config.w1_scale, config.w2_scale))
+        if layer.state.initial_seed is not None:  # else zeros were loaded, as ranks of padding have
+            self._warned = self._warned or warn_if_empty((config.w1_scale, config.w2_scale))
         return config
 
 

@@ -169,16 +169,20 @@ class Placing:
             return piece
         return piece._replace(shard="w1")
 
-    def _experts(self, piece: Piece) -> list[int]:
+    def _experts(self, entry: Entry, piece: Piece) -> list[int]:
         """Return the logical experts that a tensor belongs to."""
+        count, shared = self.state.num_experts, self.layer.routing["num_fused_shared_experts"]
         if piece.is_shared:
-            first = self.state.num_experts
-            return [*range(first, first + self.layer.routing["num_fused_shared_experts"])]
-        return [piece.expert] if piece.expert is not None else [*range(self.state.num_experts)]
+            return [*range(count, count + shared)]
+        if piece.expert is not None:
+            return [piece.expert]
+        if shared and self._is_own(entry) and entry.read().shape[:1] == (count + shared,):
+            count += shared  # a layer saves them behind the others
+        return [*range(count)]
 
     def _claim(self, entry: Entry, piece: Piece) -> bool:
         """Note which parts a tensor is for; return whether this rank must read it."""
-        spec, experts = self._spec(piece), self._experts(piece)
+        spec, experts = self._spec(piece), self._experts(entry, piece)
         if spec is None or experts[-1] not in self.state.placement.rows:
             self.unexpected.append(entry.name)
             return False
@@ -277,7 +281,7 @@ class Placing:
 
     def _put(self, entry: Entry, piece: Piece) -> None:
         """Read a tensor and copy it to the rows of its experts."""
-        x, stage, experts = entry.read(), self.stage, self._experts(piece)
+        x, stage, experts = entry.read(), self.stage, self._experts(entry, piece)
         piece = piece._replace(is_saved=bool(self.is_saved) and self._is_own(entry))
         of_all = piece.expert is None and not piece.is_shared
         if of_all:
@@ -399,12 +403,13 @@ class Placing:
         if piece.kind == "input_scale":
             return  # the layer does not quantize tokens, or quantizes them dynamically
         quant = self.state.checkpoint_scheme.weight
-        if piece.kind == "bias" and self._experts(piece)[-1] in self.state.placement.rows:
+        if piece.kind == "bias" and self._experts(entry, piece)[-1] in self.state.placement.rows:
             self._check_zeros(entry, piece)
         elif piece.kind in ("g_idx", "input_order") and quant is not None:
             self._take_order(entry, piece)
-        elif piece.suffix == "qzeros" and quant is not None and quant.element.offset:
-            check_symmetric(entry.read(), quant.element.offset, self.layout)
+        elif piece.suffix == "qzeros" and quant is not None and not quant.element.exponent:
+            offset = quant.element.offset or 2 ** (quant.element.bits - 1)
+            check_symmetric(entry.read(), offset, self.layout)
         elif piece.kind == "shape":
             self._check_shape(entry, piece)
         else:
@@ -412,12 +417,12 @@ class Placing:
 
     def _check_zeros(self, entry: Entry, piece: Piece) -> None:
         """Check the biases that GPTQ writes for projections without one."""
-        if any(map(self.stage.rows_of, self._experts(piece))) and bool(entry.read().any()):
+        if any(map(self.stage.rows_of, self._experts(entry, piece))) and bool(entry.read().any()):
             raise ValueError("a layer without has_bias must be given biases of zeros, got others")
 
     def _take_order(self, entry: Entry, piece: Piece) -> None:
         """Note the groups of columns, or the order in which a saved layer has them."""
-        experts = self._experts(piece)
+        experts = self._experts(entry, piece)
         if experts[-1] not in self.state.placement.rows:
             self.unexpected.append(entry.name)
             return

@@ -99,7 +99,7 @@ class WeightStream(Placing):
         if spec is not None:
             check_takes(self.layer, spec, entry.name)
         super()._place(entry, piece)
-        if not any(map(self.stage.rows_of, self._experts(piece))):
+        if not any(map(self.stage.rows_of, self._experts(entry, piece))):
             self.loaded.remove(entry.name)  # an input scale, which is only noted
 
     def _put_expert(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:

@@ -18,7 +18,7 @@ try:
 except ImportError:  # the progress bar is optional
     tqdm = None
 
-INDEX = "model.safetensors.index.json"
+WHOLE_MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 Source = Any
 """A path, several paths, a mapping of names to tensors, or an iterable of ``(name, tensor)``."""
 
@@ -101,6 +101,8 @@ def _shards(
     with file_errors(path):
         listed = sorted(path.iterdir()) if path.is_dir() else None
     if listed is not None:
+        if path / WHOLE_MODEL in listed:
+            return [path / WHOLE_MODEL], None
         if path / INDEX in listed:
             return _shards(path / INDEX, wanted)
         files = [file for file in listed if file.name.endswith(".safetensors")]

@@ -94,7 +94,7 @@ def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
     if x.dtype == torch.int32 and quant.element.name != "fp8":
         _expect(x, (n, cdiv(k, per_word)))
         words = x.contiguous().view(torch.uint8)[:, : k * bits // 8]
-        return (words ^ 128).view(torch.int8) if quant.dtype == torch.int8 else words
+        return _signed(words) if quant.dtype == torch.int8 else words
     _expect(x, (n, k * bits // 8))
     if quant.element.offset == 128 and x.dtype == torch.int8:
         return x.view(torch.uint8) ^ 128
@@ -134,7 +134,15 @@ def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
     _expect_dtype(x, torch.int32)
     _expect(x, (form.k, form.n // per_word), (form.k // per_word, form.n))
     codes = awq_codes(x, bits).t() if is_awq(x, form) else _words(x.t(), bits)
-    return join_nibbles(codes, 1) if bits == 4 else codes.contiguous()
+    if bits == 4:
+        return join_nibbles(codes, 1)
+    codes = codes.contiguous()
+    return _signed(codes) if form.quant.dtype == torch.int8 else codes
+
+
+def _signed(codes: Tensor) -> Tensor:
+    """Return int8 numbers that are stored as uint8 with an offset of 128."""
+    return (codes ^ 128).view(torch.int8)
 
 
 def is_awq(qweight: Tensor, form: Form) -> bool:
@@ -166,7 +174,7 @@ def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:
     if suffix == "scales" and quant.scale == "input" and tuple(x.shape) == shape[::-1]:
         x = x.t()  # AWQ and GPTQ: (G, N); gpt-oss calls its own, (N, G), the same
     if len(shape) == 1:
-        _expect(x, (n,), (n, 1))
+        _expect(x, (n,), (n, 1), *([(1, n)] if suffix == "scales" else []))  # the last is GPTQ's
         return x.reshape(n)
     _expect(x, shape, *([shape[:1]] if shape[1] == 1 else []))
     x = x.reshape(shape)

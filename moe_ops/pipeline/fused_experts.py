@@ -105,8 +105,8 @@ def fused_experts(
         ValueError: shapes, devices or strides that do not fit; an unknown activation.
         NotImplementedError: ``batch_invariant`` with a scheme whose activations share one scale of
             all tokens; a packed weight on a GPU without a kernel for it; a backward pass with
-            packed weights, or with quantized weights or scales that require grad; forward-mode
-            derivatives and transforms of ``torch.func``.
+            quantized weights or scales that require grad; forward-mode derivatives and transforms
+            of ``torch.func``.
 
     Source:
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the

@@ -252,6 +252,8 @@ def check_adapter_choice(lora_ids: Tensor | None, scaling: float | Tensor, adapt
     if lora_ids is not None:
         checks.tensor("lora_ids", lora_ids, 1, checks.INDICES)
     if isinstance(scaling, Tensor):
+        numbers = (*checks.FLOATS, torch.float64, *checks.INDICES)
+        checks.tensor("scaling", scaling, None, numbers)
         checks.size("scaling.numel()", scaling.numel(), "the number of adapters", adapters)
     else:
         checks.factor("scaling", scaling)

@@ -404,6 +404,15 @@ def test_weights_that_a_layer_holds_as_fp8(monkeypatch):
         monkeypatch.undo()
 
 
+def test_rows_in_four_bits_are_recorded(tmp_path):
+    """Their errors are larger than those of rows in eight, which are limited as before."""
+    options = ["--sizes", "4,2,256,128", "--tokens", "8", "--scheme", "nvfp4,mxfp4,fp8_channel"]
+    assert bench_layer.main([*options, "--impls", "moe_ops", "--output", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*/layer.json")
+    errors = {row["scheme"]: row["rel_err"] for row in json.loads(path.read_text())["rows"]}
+    assert errors["fp8_channel"] < 0.1 < errors["mxfp4"] < 0.3 and len(errors) == 3
+
+
 def test_weights_as_a_layer_keeps_them(monkeypatch):
     """They are those of the plain case: same bytes, same result, same sampled reference."""
     problem = problems.Problem("small", 4, 2, 128, 64, timed=False)

@@ -1,6 +1,7 @@
 """Saved transformers models: parts that were quantized, records that do not fit, broken files."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import moe_ops
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_transformers import tiny_qwen3  # noqa: E402
+from tiny_transformers import llama4_blocks, tiny_llama4, tiny_qwen3  # noqa: E402
 
 import moe_ops.integrations.transformers as integration  # noqa: E402
 
@@ -18,6 +19,16 @@ PREFIX = "model.layers.0.mlp.experts"
 
 def ids():
     return torch.arange(26).view(2, 13)
+
+
+@torch.no_grad()
+def test_an_adapted_model_is_pickled():
+    model, x = tiny_llama4(), torch.randn(5, 32)
+    integration.adapt(model)
+    copied = pickle.loads(pickle.dumps(model))
+    assert integration.check(copied) == [] == integration.adapt(copied)
+    first, second = (llama4_blocks(each)[0] for each in (model, copied))
+    assert all(map(torch.equal, first(x), second(x)))
 
 
 def quantized_model():

@@ -292,3 +292,9 @@ def check(rank, ranks, compiled):
 )
 def test_ranks_learn_what_one_rank_does(ranks, compiled, backend):
     spawn(check, ranks, compiled, backend=backend)
+
+
+def test_clipping_asks_for_the_model():
+    """Not for its parameters, as torch's function does: it has to know which are experts'."""
+    with pytest.raises(TypeError, match="model must be a Module, got generator"):
+        clip_grad_norm_(torch.nn.Linear(2, 2).parameters(), 1.0)

@@ -75,6 +75,16 @@ def test_every_kind_of_source(tmp_path, source, expected):
         assert same(load(given, prefix="mlp."), expected)
 
 
+def test_the_file_of_a_whole_model_is_read_alone(tmp_path, source, expected):
+    """As transformers reads a folder: without an index that is left over, and without copies."""
+    safetensors.save_file(source, tmp_path / "model.safetensors")
+    safetensors.save_file(source, tmp_path / "consolidated.safetensors")
+    assert same(load(tmp_path, prefix="mlp."), expected)
+    stale = {"weight_map": dict.fromkeys(source, "model-00001-of-00002.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(stale))
+    assert same(load(tmp_path, prefix="mlp."), expected)
+
+
 def test_every_dtype(tmp_path):
     g = torch.Generator().manual_seed(0)
     tensors = {}

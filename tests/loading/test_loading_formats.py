@@ -225,8 +225,12 @@ def test_awq(scheme):
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int4_w4a16_g128_zp", "int4_w4a16_g128", "int8_w8a16_g128", "int4_w4a16_channel"]
-)
+    "scheme",
+    [
+        "int4_w4a16_g128_zp", "int4_w4a16_g128", "int8_w8a16_g128", "int4_w4a16_channel",
+        "int8_w8a16",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("less", [1, 0])
 def test_gptq(scheme, less):
     """Version 1, and version 2, whose zero points are what they are."""
@@ -237,13 +241,15 @@ def test_gptq(scheme, less):
         experts.down.zero_point[3, :5] = 0
 
     def rules(q, e):
-        codes = codes_of(q, e, bits)
-        zero = torch.full_like(codes[:, : q.scale.shape[2]], 2 ** (bits - 1))
+        codes, scale = codes_of(q, e, bits), q.scale[e].view(q.scale.shape[1], -1)
+        if codes.dtype == torch.int8:  # one scale a row: the layer has signed numbers
+            codes = (codes.int() + 128).to(torch.uint8)
+        zero = torch.full_like(codes[:, : scale.shape[1]], 2 ** (bits - 1))
         if q.zero_point is not None:
             zero = split_nibbles(q.zero_point, 1)[e]
         return {
             "qweight": words(codes.t().contiguous().t(), bits).t(),
-            "qzeros": words(zero.t() - less & 2**bits - 1, bits), "scales": q.scale[e].t(),
+            "qzeros": words(zero.t() - less & 2**bits - 1, bits), "scales": scale.t(),
             "g_idx": torch.arange(zero.shape[1]).repeat_interleave(codes.shape[1] // zero.shape[1]),
         }  # fmt: skip
 

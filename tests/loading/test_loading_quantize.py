@@ -32,6 +32,14 @@ def same(layer, other):
     return mine.keys() == others.keys() and all(torch.equal(mine[n], others[n]) for n in mine)
 
 
+def test_a_rank_of_padding_is_silent(recwarn):
+    """All of its scales are zeros, as in a layer into which nothing was loaded."""
+    layer = moe_ops.FusedMoE(E, K, 64, 64, scheme="int4_w4a16_g32", tp_size=3, tp_rank=2)
+    load(layer, per_expert(Experts.random(E, 64, 64)))
+    assert not layer(torch.ones(1, 64), torch.ones(1, E)).any()
+    assert not layer.w2_weight_scale.any() and not recwarn.list
+
+
 def input_scale(scheme):
     activation = SCHEMES[scheme].activation
     needed = activation is not None and (activation.static or activation.global_scale)

@@ -44,6 +44,20 @@ def holds(layer, gate=True):
     return same and (not gate or torch.equal(getattr(layer, GATE), torch.linspace(-1, 1, H)[None]))
 
 
+@pytest.mark.parametrize("scheme", [None, "int8_w8a16"])
+def test_parameters_of_a_layer(scheme):
+    """A layer's own names, whose tensors hold the shared experts behind the others."""
+    options = {"scheme": scheme, "shared_expert_gate": True}
+    first, loaded, streamed = (make(**options) for _ in range(3))
+    load(first, source_of(), quantize=scheme is not None)
+    load(loaded, first.state_dict(), prefix="")
+    taken = {*streamed.load_weights(first.named_parameters())}
+    assert taken == {name for name, _ in first.named_parameters()}
+    for layer in (loaded, streamed):
+        for name, x in first.named_parameters():
+            assert torch.equal(layer.get_parameter(name), x), name
+
+
 @pytest.mark.parametrize("end", ["", "experts", "experts."])
 def test_names_and_prefixes(end, tmp_path):
     """Every known name, under the prefix of the block and beside that of its experts; in files."""

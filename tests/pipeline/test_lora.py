@@ -244,11 +244,16 @@ def test_one_compilation(device):
         ({"scaling": torch.ones(2)}, r"scaling.numel\(\) must be the number of adapters = 3"),
     ],
 )
-def test_errors(change, message):
+def test_errors(change, message, error=ValueError):
     problem = Problem(T, E, K, H, I, torch.float32)
     inputs = make_inputs(problem)
     factors, lora_ids = adapters(problem, inputs)
     pairs = tuple(factors.values())
     lora = ExpertLora(pairs[:2], pairs[2:], lora_ids)._replace(**change)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         call(moe_ops.fused_experts, problem, inputs, lora=lora)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool])
+def test_scalings_are_real_numbers(dtype):
+    test_errors({"scaling": torch.ones(L, dtype=dtype)}, "scaling must have a dtype", TypeError)
