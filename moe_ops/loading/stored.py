@@ -88,7 +88,7 @@ def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
     bits = quant.element.stored_bits
     per_word = 32 // bits
     if suffix == "qweight":
-        return _qweight(x, bits, form)
+        return _qweight(x, quant, form)
     if suffix == "blocks":  # (N, K / 32, 16)
         x = x.flatten(-2)
     if x.dtype == torch.int32 and quant.element.name != "fp8":
@@ -128,8 +128,9 @@ def within(x: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
+def _qweight(x: Tensor, quant: Quant, form: Form) -> Tensor:
     """Unpack int32 words of AWQ, ``(K, N / 8)``, or GPTQ, ``(K / 8, N)``, and pack them again."""
+    bits = quant.element.stored_bits
     per_word = 32 // bits
     _expect_dtype(x, torch.int32)
     _expect(x, (form.k, form.n // per_word), (form.k // per_word, form.n))
@@ -137,7 +138,7 @@ def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
     if bits == 4:
         return join_nibbles(codes, 1)
     codes = codes.contiguous()
-    return _signed(codes) if form.quant.dtype == torch.int8 else codes
+    return _signed(codes) if quant.dtype == torch.int8 else codes
 
 
 def _signed(codes: Tensor) -> Tensor:
