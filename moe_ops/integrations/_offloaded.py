@@ -162,12 +162,12 @@ def hold(
 
 def leave(experts: Any, device: torch.device) -> None:
     """Put all experts on the device, as a module without host memory has them."""
-    release(experts)
+    take_slots(experts)
     for x in experts.parameters(recurse=False):
         x.data = x.data.to(device, copy=True)
 
 
-def release(experts: Any) -> tuple[int, torch.device] | None:
+def take_slots(experts: Any) -> tuple[int, torch.device] | None:
     """Take the slots from a module, whose parameters stay on the host.
 
     Returns:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from moe_ops.integrations import _reach, _saving
 from moe_ops.integrations._experts import map_for_few_experts, own_weights
 from moe_ops.integrations._layers import new_layer, put_layer, quantized_layer
-from moe_ops.integrations._offloaded import release
+from moe_ops.integrations._offloaded import take_slots
 from moe_ops.layer import LayerSizes
 from moe_ops.layer.plain import PlainExperts, fill_quantized
 from moe_ops.offload.targets import LayerOnHost
@@ -73,7 +73,7 @@ class ExpertsTarget(Target):
         layer = new_layer(self.module, scheme)
         rows = {expert: expert for expert in range(layer.num_experts)}
         fill_quantized(layer, plain, rows, input_scales)
-        resident = release(self.module)
+        resident = take_slots(self.module)
         put_layer(self.module, layer)
         if resident is not None:
             LayerOnHost(self.name, layer).put(*resident)
