@@ -37,6 +37,7 @@ def clip_grad_norm_(
         The norm before, a tensor with one element. It is the same on all ranks.
 
     Raises:
+        TypeError: ``model`` is no module.
         TypeError, ValueError: ``max_norm`` is no number from 0 on, or ``norm_type`` none from 1 on.
         RuntimeError: a norm that is not finite, with ``error_if_nonfinite``.
     """

@@ -7,8 +7,8 @@ function had no key yet. A kernel's key then depends on which kernels were used 
 next process compiles again what is on disk. If the keys of called functions are computed first,
 the constants are always included (Triton 3.9 does this itself).
 
-The arguments that are constants are in the key as text, which of a dataclass has the fields alone:
-`KeyedConstants` adds what kernels read besides.
+Constant arguments are in the key as text. The text of a dataclass has its fields alone, so
+`KeyedConstants` adds the properties and class attributes that kernels read.
 """
 
 from __future__ import annotations
