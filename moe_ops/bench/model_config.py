@@ -25,7 +25,9 @@ SPELLINGS = {
 }  # fmt: skip
 """Names of each size in the order of preference: in a model with dense layers too,
 ``intermediate_size`` is theirs if there is another name."""
-ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
+ACTIVATIONS = (
+    "mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function", "ffn_act_fn",
+)  # fmt: skip
 """Names of the activation; experts of models that have the first one have no gate."""
 
 FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -52,7 +54,7 @@ def read_config(path: str | Path) -> Problem:
     config = read_object(file, "a model's configuration")
     merged: dict[str, Any] = {}
     for part in config_parts(config):
-        merged |= part
+        merged |= {name: value for name, value in part.items() if value is not None}
     sizes = {size: _size(merged, names, file) for size, names in SPELLINGS.items()}
     declared = in_folder(file.parent) if file.name == CONFIG else in_config(config, file)
     scheme = _scheme_name(declared, merged, sizes["num_experts"])
@@ -63,11 +65,16 @@ def read_config(path: str | Path) -> Problem:
 
 
 def _size(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int:
-    """The first size that is given; a list with one number for each layer must hold only one."""
+    """The first size that is given.
+
+    A list has a number for each layer, which is null or 0 for layers without experts. The others
+    must be equal.
+    """
     for name in names:
         value = config.get(name)
-        if isinstance(value, list) and len(set(map(str, value))) == 1:
-            value = value[0]
+        if isinstance(value, list):
+            given = [x for x in value if x not in (None, 0)]
+            value = given[0] if given and given.count(given[0]) == len(given) else value
         if value is None:
             continue
         if type(value) is not int or value < 1:
@@ -83,6 +90,8 @@ def _activation_key(config: Mapping[str, Any], file: Path) -> str:
     """The key of the experts' activation; silu if the configuration names none."""
     key = next((name for name in ACTIVATIONS if config.get(name) is not None), None)
     name, limit = "silu" if key is None else config[key], config.get("swiglu_limit")
+    if isinstance(name, Mapping):  # DBRX's
+        name = name.get("name", "silu")
     try:
         kind = MoEActivation.from_str(name)
         if key == ACTIVATIONS[0]:

@@ -30,6 +30,9 @@ NESTED = ("thinker_config", "text_config", "llm_config", "language_config", "ffn
 """Parts of a configuration that may describe the experts; a later part may lie inside an earlier
 one."""
 KEYS = ("quantization_config", "compression_config")
+OWN = "moe_ops"
+"""The entry with the scheme of each experts module that `moe_ops.quantize_` quantized, and its
+``quant_method`` where the words of compressed-tensors do not express the schemes."""
 
 
 class Statement(NamedTuple):
@@ -131,8 +134,8 @@ def in_config(config: Mapping[str, Any], file: Path) -> Declared:
         entry, method = part[key], None
         if isinstance(entry, Mapping):
             method, dtype = entry.get("quant_method"), entry.get("expert_dtype", dtype)
-            if method == "moe_ops":
-                entry = config.get("moe_ops")
+            if method == OWN or (method == "compressed-tensors" and OWN in config):
+                method, entry = OWN, config.get(OWN)  # exact, where the words say less
         statements.append(Statement(file, method, entry))
     return Declared(tuple(statements), None if dtype is None else (file, dtype))
 

@@ -230,17 +230,14 @@ def expert_lora(
 
 
 def _slots_of_a_row(rows: Tensor, topk_ids: Tensor) -> int:
-    """Slots per row: k for tokens, 1 for slots; a compiler must know which of them they are."""
+    """Slots per row: k for tokens, 1 for slots; what holds only for some sizes adds a guard."""
     (tokens, k), count = topk_ids.shape, rows.shape[0]
     if k == 1 or always(count == tokens):
         return k
-    if always(count == tokens * k):
+    if always(count == tokens * k) or count == tokens * k:
         return 1
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "hidden_states must have as many rows as topk_ids has tokens or slots, whatever their "
-            "number is"
-        )
+    if count == tokens:
+        return k
     raise ValueError(
         f"hidden_states must have {tokens} rows, one per token, or {tokens * k}, one per slot, got "
         f"{count}"

@@ -8,7 +8,8 @@ import pytest
 from moe_ops.bench import layer, problems
 from moe_ops.bench.model_config import read_config
 from moe_ops.demo import MODEL
-from moe_ops.scheme import get_scheme
+from moe_ops.loading.compressed import format_of, quantization_config
+from moe_ops.scheme import SCHEMES, get_scheme
 
 QWEN3 = {
     "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048, "hidden_act": "silu",
@@ -42,8 +43,14 @@ def read(tmp_path, config, **files):
           "moe_intermediate_size": 2048, "num_experts": None}, (256, 8, 7168, 2048), "silu"),
         ({"d_model": 6144, "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4,
           "ffn_hidden_size": 10752}}, (16, 4, 6144, 10752), "silu"),
+        ({"d_model": 6144, "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4,
+          "ffn_hidden_size": 10752, "ffn_act_fn": {"name": "gelu"}}}, (16, 4, 6144, 10752), "gelu"),
+        ({**QWEN3, "text_config": {"hidden_size": None, "hidden_act": None}}, (128, 8, 2048, 768),
+         "silu"),
         ({"num_experts": 64, "moe_topk": [8, 8], "hidden_size": 4096,
           "moe_intermediate_size": [3072, 3072]}, (64, 8, 4096, 3072), "silu"),
+        ({**QWEN3, "num_experts": [0, 128, 128], "num_experts_per_tok": [None, 8, 8]},
+         (128, 8, 2048, 768), "silu"),
         ({**MIXTRAL, "model_type": "gpt_oss", "swiglu_limit": 7.0}, (8, 2, 4096, 14336),
          "swigluoai(clamp_limit=7.0)"),
         ({**QWEN3, "swiglu_limit": 10.0}, (128, 8, 2048, 768), "silu(clamp_limit=10.0)"),
@@ -227,6 +234,23 @@ def test_facts_of_the_experts(tmp_path):
         if found != scheme:
             wrong.append((said, files, found, scheme))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_folders_that_quantize_has_written(tmp_path):
+    """The entry of this library is exact; the words of compressed-tensors beside it need not be."""
+    schemes = [*SCHEMES, "fp8_block32", "fp8_block64x32", "fp8_w8a16_block32_ue8m0"]
+    expressed = [s for s in map(get_scheme, schemes) if s.weight is not None and format_of(s)]
+    wrong = []
+    for scheme in expressed:
+        record = {
+            f"layers.{i}": {"scheme": scheme.name, "checkpoint": f"model.layers.{i}.mlp.experts"}
+            for i in range(4)
+        }
+        said = quantization_config({scheme: ["Linear"]}, [])
+        found = read(tmp_path, {**LAYERS, "quantization_config": said, "moe_ops": record}).scheme
+        if found != scheme.key:
+            wrong.append((found, scheme.key))
+    assert len(expressed) > 20 and not wrong, wrong
 
 
 REFUSED = [

@@ -141,6 +141,21 @@ def test_copies_and_state(scheme):
     assert torch.equal(layer(*arguments), expected)
 
 
+def test_an_assigned_dtype_is_the_layers():
+    """What is made later (scales, exchanged tokens, tensors of checkpoints) has the new dtype."""
+    layer = moe_ops.FusedMoE(E, K, H, I, params_dtype=torch.float32)
+    state = copy.deepcopy(layer).bfloat16().state_dict()
+    layer.load_state_dict(state, assign=True)
+    cast = moe_ops.FusedMoE(E, K, H, I, params_dtype=torch.bfloat16)
+    cast.load_state_dict(state)
+    assert layer.state.in_dtype == layer.sizes.dtype == torch.bfloat16
+    assert layer.initial_seed is None and cast.initial_seed is None
+    for each in (layer, cast):
+        moe_ops.quantize_(each, "int8_w8a16")
+    for name, x in cast.state_dict().items():
+        assert torch.equal(x, layer.state_dict()[name]) and x.dtype == layer.state_dict()[name].dtype
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_moving_changes_no_bit_of_what_is_stored(scheme):
     bias = torch.linspace(0, 1, E)

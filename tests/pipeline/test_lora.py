@@ -234,6 +234,18 @@ def test_one_compilation(device):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_alone_compiled_for_any_number_of_tokens(by_slot, device):
+    a, b = random(L, E, R, H, seed=1).to(device), random(L, E, 20, R, seed=2).to(device)
+    compiled = torch.compile(expert_lora, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number, tokens in enumerate((5, 7, 40)):
+        rows = random(tokens * (2 if by_slot else 1), H, seed=3).to(device)
+        ids = (torch.arange(2 * tokens, device=device) % E).view(tokens, 2)
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            out = compiled(rows, a, b, ids)
+        assert torch.equal(out, expert_lora(rows, a, b, ids))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
