@@ -112,7 +112,8 @@ def update_expert_bias(
         (arXiv 2412.19437), section 2.1.2.
     """
     checks.tensor("e_score_correction_bias", e_score_correction_bias, 1, (torch.float32,))
-    checks.tensor("expert_num_tokens", expert_num_tokens, 1, None)
+    numeric = (*checks.INDICES, *checks.FLOATS, torch.float64)
+    checks.tensor("expert_num_tokens", expert_num_tokens, 1, numeric)
     bias = ("e_score_correction_bias", e_score_correction_bias)
     checks.same_device("expert_num_tokens", expert_num_tokens, *bias)
     checks.size(

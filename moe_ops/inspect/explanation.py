@@ -308,7 +308,7 @@ def explain(
         link: what joins ranks that exchange tokens: a `Link`, or a name in
             `moe_ops.inspect.traffic.LINKS`.
         resident: experts on the device if all are in host memory, as in `moe_ops.offload_`; None:
-            all are on the device.
+            the number that a `FusedMoE` has there; for a configuration, all.
         host_gbps: gigabytes per second from host memory to the device.
 
     Returns:
@@ -320,6 +320,7 @@ def explain(
     """
     exact: ExactRows | None = None
     if hasattr(config, "exact_fp8_rows"):
+        resident = getattr(config, "resident_experts", None) if resident is None else resident
         config, scheme, exact = _of_layer(config, scheme, device)
     checks.instance("config", config, FusedMoEConfig)
     if scheme is None:

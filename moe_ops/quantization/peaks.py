@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.token_rows import weighted_rows
 from moe_ops.scheme import Scheme
 from moe_ops.tensors import Routing
+
+PART_BYTES = 2**30
+"""Bytes of experts that are copied at once from host memory to the device of the tokens."""
 
 
 class Peaks:
@@ -35,11 +39,26 @@ class Peaks:
 
         Args:
             hidden_states: ``(T, H)``, in the dtype of the weights.
-            plain: the layer's weights.
+            plain: the layer's weights, which may be in host memory.
             routing: the tokens' routing; the expert map may only skip slots.
             gate: see `gated_experts`.
             weight_on_input: whether router weights scale the tokens, as in `fused_experts`.
         """
+        at, calls = hidden_states.device, iter([(plain, routing)])
+        if plain.w1.device != at:
+            calls = in_parts(plain, routing, at)
+        for experts, slots in calls:
+            self._observe(hidden_states, experts, slots, gate, weight_on_input=weight_on_input)
+
+    def _observe(
+        self,
+        hidden_states: Tensor,
+        plain: PlainExperts,
+        routing: Routing,
+        gate: Callable[[Tensor], Tensor],
+        *,
+        weight_on_input: bool,
+    ) -> None:
         weights, ids, expert_map = routing
         if weight_on_input:
             hidden_states = weighted_rows(hidden_states, weights)
@@ -88,3 +107,22 @@ class Peaks:
         whole = torch.tensor(scheme.quants[0].largest, dtype=torch.float32, device="cpu")
         first, second = (1 / (whole / peak) for peak in peaks)
         return float(first), float(second)
+
+
+def in_parts(
+    plain: PlainExperts, routing: Routing, device: torch.device, part_bytes: int = PART_BYTES
+) -> Iterator[tuple[PlainExperts, Routing]]:
+    """Yield some experts after the other, copied to a device, with the routing to them alone.
+
+    Parts have at least k experts; the last one may repeat experts, which changes no maximum.
+    """
+    size, count = sum(x[0].nbytes for x in plain if x is not None), plain.w1.shape[0]
+    weights, ids, expert_map = routing
+    step = min(max(part_bytes // size, ids.shape[1]), count)
+    for start in range(0, count, step):
+        first = min(start, count - step)
+        part, held = slice(first, first + step), (ids >= first) & (ids < first + step)
+        w1, w2, b1, b2 = (None if x is None else x[part].to(device) for x in plain)
+        experts = PlainExperts(cast(Tensor, w1), cast(Tensor, w2), b1, b2)
+        rows = None if expert_map is None else (expert_map[part] - first).clamp(min=-1)
+        yield experts, Routing(weights, torch.where(held, ids - first, -1), rows)

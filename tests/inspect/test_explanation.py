@@ -263,6 +263,11 @@ def test_experts_in_host_memory():
     everything = moe_ops.explain(QWEN, FP8, device="sm_90", resident=1.0).host
     assert (everything.streams_from, everything.host_bytes, everything.times) == (None, 0, ())
     assert str(everything).startswith("resident: all 128 experts of the layer, ")
+    layer = moe_ops.FusedMoE(8, 2, 32, 32)
+    assert moe_ops.explain(layer).host is None
+    moe_ops.offload_(layer, resident=4, progress=False)
+    assert moe_ops.explain(layer).host == moe_ops.explain(layer, resident=4).host
+    assert moe_ops.explain(layer, resident=6).host.resident == 6
     with pytest.raises(ValueError, match="resident must be an int from top_k = 8 to 128"):
         moe_ops.explain(QWEN, FP8, device="sm_90", resident=4)
     with pytest.raises(ValueError, match="host_gbps must be positive"):

@@ -70,6 +70,15 @@ def test_quantized_in_host_memory():
     assert torch.equal(logits(other.to(torch.bfloat16)), logits(model.to(torch.bfloat16)))
 
 
+def test_calibrated_in_host_memory(device):
+    """Static scales do not depend on where the experts are: on a GPU the tokens are elsewhere."""
+    model = tiny()
+    other = on_host(model).to(device)
+    for each in (model.to(device), other):
+        moe_ops.quantize_(each, "fp8_tensor_static", calibrate=logits, progress=False)
+    assert torch.equal(logits(other), logits(model))
+
+
 def test_parametrizations_are_refused():
     """PEFT's own forward makes them, and what they compute would not be in the slots."""
     model = on_host(tiny())

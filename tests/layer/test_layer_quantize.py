@@ -13,7 +13,7 @@ import moe_ops
 from moe_ops.layer.plain import PlainExperts
 from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.quantization import quantize, targets
-from moe_ops.quantization.peaks import Peaks
+from moe_ops.quantization.peaks import Peaks, in_parts
 from moe_ops.quantization.targets import LayerTarget
 from moe_ops.scheme import SCHEMES, get_scheme
 from moe_ops.tensors import Routing
@@ -207,22 +207,27 @@ LARGEST = {"fp8_tensor_static": 448, "mxfp4_w4a8": 448, "nvfp4": 6 * 448}
 """The largest number of the inputs' elements, times that of their scales."""
 
 
+@pytest.mark.parametrize("part_bytes", [None, 1])
 @pytest.mark.parametrize("on_input", [False, True])
-def test_which_inputs_count(on_input):
+def test_which_inputs_count(on_input, part_bytes):
     """Magnitudes of rows that an expert takes: ids of -1 and from E on are of none."""
     g = torch.Generator().manual_seed(2)
-    w1, b1, w2 = (torch.randn(s, generator=g) for s in ((2, 8, 3), (2, 8), (2, 3, 8)))
+    w1, b1, w2 = (torch.randn(s, generator=g) for s in ((3, 8, 3), (3, 8), (3, 3, 8)))
     plain = PlainExperts(w1, w2, b1, None)
     x = torch.tensor([[1, -9, 2], [90, 0, 0], [80, 0, 0], [3, 7, 1]]).float()
-    ids = torch.tensor([[0, -1], [2, -1], [-1, 9], [1, 2]])
+    ids = torch.tensor([[0, -1], [3, -1], [-1, 9], [1, 3]])
     weights = torch.tensor([[0.5, 70], [1, 1], [1, 1], [2, 60]])
     rows = {e: row * (w if on_input else 1) for e, row, w in ((0, x[0], 0.5), (1, x[3], 2.0))}
     wanted = [row.abs().max() for row in rows.values()]
     between = [(w1[e] @ row + b1[e]).relu().max() for e, row in rows.items()]
-    peaks = Peaks()
+    peaks, expert_map = Peaks(), torch.tensor([0, 1, 2, -1], dtype=torch.int32)
     for part in (x, x / 2):  # the second call has smaller ones
-        routing = Routing(weights, ids, None)
-        peaks.observe(part, plain, routing, torch.relu, weight_on_input=on_input)
+        routing = Routing(weights, ids, None if on_input else expert_map)
+        calls = [(plain, routing)]
+        if part_bytes is not None:  # as from host memory
+            calls = in_parts(plain, routing, x.device, part_bytes)
+        for experts, slots in calls:
+            peaks.observe(part, experts, slots, torch.relu, weight_on_input=on_input)
     for scheme, largest in LARGEST.items():
         found = peaks.input_scales("layer", get_scheme(scheme))
         expected = (float(max(wanted)) / largest, float(max(between)) / largest)

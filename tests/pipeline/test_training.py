@@ -129,3 +129,5 @@ def test_errors(logits):
         router_z_loss(logits.cpu(), is_padding=torch.zeros(T))
     with pytest.raises(ValueError, match=r"expert_num_tokens.shape\[0\] must be the number of"):
         update_expert_bias(torch.zeros(E), torch.zeros(E - 1))
+    with pytest.raises(TypeError, match="expert_num_tokens must have a dtype"):
+        update_expert_bias(torch.zeros(E), torch.zeros(E, dtype=torch.complex64))
