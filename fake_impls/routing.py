@@ -67,10 +67,10 @@ def hash_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """``table.shape[1]`` slots per token."""
+    """``table.shape[1]`` slots per token, all of them skipped if the table has no rows."""
     sizes.axes("table", table, 2)
     words, topk = table.shape
-    sizes.in_range("table.shape[0]", words, 1, 2**31 - 1)
+    sizes.in_range("table.shape[0]", words, 0, 2**31 - 1)
     result = _routing(gating_output, topk)
     sizes.shaped("input_ids", input_ids, gating_output.shape[0])
     return result

@@ -108,11 +108,18 @@ class ExpertLayer(nn.Module):
         """Return the layer's own state and parameters."""
         return Stage(self.state, self._parameters)
 
+    def adopt(self, name: str, param: nn.Parameter | None) -> None:
+        """Give an expert's parameter a ``weight_loader``; rank 0 alone trains the down bias."""
+        if param is None or name == SHARED_GATE:  # like a router, a gate is no expert's
+            return
+        attach_loader(self, param)
+        if name == "w2_bias" and self.state.parallel.tp_rank > 0:
+            param.requires_grad_(False)
+
     def take(self, stage: Stage) -> None:
         """Set the state of a stage, once it has the layer's own parameters."""
         for name, param in self._parameters.items():
-            if name != SHARED_GATE:  # like a router, a gate is no expert's
-                attach_loader(self, param)
+            self.adopt(name, param)
         if stage.state.host_experts is not None:
             for name, x in self._buffers.items():
                 self._buffers[name] = None if x is None else x.to(stage.state.device)

@@ -316,29 +316,27 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         size, num_tokens = self.chunk_size, full_hidden_states.shape[0]
         if size is None:
             raise ValueError("chunk_size must be given to run chunks, got None")
-        routed = self.route(
-            full_hidden_states,
-            full_router_logits,
-            is_padding=is_padding,
-            input_ids=input_ids,
-            topk_ids=topk_ids,
-        )
+        more: dict[str, Any] = dict(is_padding=is_padding, input_ids=input_ids, topk_ids=topk_ids)
+        chunks = cdiv(max_tokens_across_ranks or num_tokens, size)
+        if chunks == 0:
+            more |= dict(shared_experts_input=shared_experts_input, lora=lora)
+            return self.forward_impl(full_hidden_states, full_router_logits, **more)
+        routed = self.route(full_hidden_states, full_router_logits, **more)
         parts, shared, shared_input = [], None, shared_experts_input
-        for i in range(max(1, cdiv(max_tokens_across_ranks or num_tokens, size))):
+        for i in range(chunks):
             tokens = full_hidden_states[i * size : (i + 1) * size]
             if i * size < num_tokens:
                 chunk = routed.tokens(i * size, (i + 1) * size)
                 part = None if lora is None else lora.tokens(slice(i * size, (i + 1) * size))
                 out = self._run_experts(tokens, chunk, shared_input, part)
             else:
-                tokens = full_hidden_states.new_zeros(1, full_hidden_states.shape[1])
+                tokens = pad(full_hidden_states[:0], (0, 0, 0, 1))  # with the tokens' history
                 part = None if lora is None else lora.of_padding()
                 out = self._run_experts(tokens, routed.of_padding(), shared_input, part)
             if shared_input is not None:  # the first chunk runs the shared experts on all tokens
                 (shared, out), shared_input = out, None
-            if i * size < num_tokens:
-                parts.append(out)
-        out = torch.cat(parts) if parts else out[:0]
+            parts.append(out if i * size < num_tokens else out[:0])
+        out = torch.cat(parts)
         return out if shared is None else (shared, out)
 
     def _run_experts(

@@ -25,7 +25,6 @@ from moe_ops.layer.host_memory import (
     reason_against,
 )
 from moe_ops.layer.initial import initialize
-from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.rank_checks import check_own_weights, check_sharded
 from moe_ops.layer.stage import Stage
@@ -105,8 +104,7 @@ class KeepsBits(ExpertLayer):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register as `nn.Module` does, and give an expert's parameter a ``weight_loader``."""
         super().register_parameter(name, param)
-        if name != SHARED_GATE:
-            attach_loader(self, param)
+        self.adopt(name, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set as `nn.Module` does; fill new memory of ``expert_map`` (from ``from_pretrained``).

@@ -46,10 +46,8 @@ class ParameterLoader:
         return ParameterLoader, ()
 
 
-def attach_loader(layer: nn.Module, param: nn.Parameter | None) -> None:
+def attach_loader(layer: nn.Module, param: nn.Parameter) -> None:
     """Give a parameter of ``layer`` a ``weight_loader``, unless it has one of a live layer."""
-    if param is None:
-        return
     loader = getattr(param, "weight_loader", None)
     if loader is None or (isinstance(loader, ParameterLoader) and loader.layer is None):
         param.weight_loader = ParameterLoader(layer)  # type: ignore[attr-defined]

@@ -126,7 +126,12 @@ def sharded_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[
         state_dict: what ``get_optimizer_state_dict`` returned, flattened or not.
 
     Returns:
-        The same entries; a tensor of a parameter's shape, under the parameter's name, is replaced.
+        The same entries; tensors under the name of an expert's parameter are replaced if they have
+        its shape or, where ranks hold whole experts, its rows. One number stays as it is.
+
+    Raises:
+        NotImplementedError: a tensor of another shape under such a name (Adafactor's, where ranks
+            hold parts of experts).
     """
     layers = {
         _clean(name): module
@@ -141,11 +146,26 @@ def sharded_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[
             return value
         for prefix, layer in layers.items():
             for name, param in layer.named_parameters(recurse=False):
-                if path.startswith(f".state.{prefix}{name}.") and value.shape == param.shape:
-                    return rank_tensors(layer, {name: value}).get(name, value)
+                if path.startswith(f".state.{prefix}{name}."):
+                    return _state_tensor(layer, name, param, path, value)
         return value
 
     return placed("", state_dict)
+
+
+def _state_tensor(
+    layer: ExpertLayer, name: str, param: Tensor, path: str, value: Tensor
+) -> Tensor | RankTensor:
+    """Return a tensor of an optimizer for the parameter of a name, with its place."""
+    if name not in parameter_specs(layer.sizes) or value.numel() == 1:
+        return value
+    has_rows = layer.state.parallel.tp_size == 1 and value.shape[:1] == param.shape[:1]
+    if value.shape != param.shape and not has_rows:
+        raise NotImplementedError(
+            f"state_dict{path} must have the shape of {name}, {tuple(param.shape)}, since ranks "
+            f"hold parts of it, got {tuple(value.shape)}"
+        )
+    return rank_tensors(layer, {name: value})[name]
 
 
 def _clean(name: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.gradients import check_transforms, refuse, wanted
+from moe_ops.pipeline.autocast import autocast_dtype, cast_weights
 from moe_ops.pipeline.backward import differentiable_experts, lacking
 from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.gathering import Settings
@@ -22,7 +23,6 @@ from moe_ops.pipeline.layer_checks import (
     check_num_experts,
 )
 from moe_ops.pipeline.lora import ExpertLora, check_lora
-from moe_ops.pipeline.main_grads import cast
 from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.routing.backward import differentiable_topk
@@ -253,11 +253,10 @@ def _enter(
     elif not isinstance(config, FusedMoEQuantConfig):
         raise not_a_config(config)
     scheme, (w1, w2, b1, b2) = config.scheme, weights
-    kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
-    if kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device):
-        dtype = torch.get_autocast_dtype(kind_of_device)
+    dtype = autocast_dtype(hidden_states)
+    if dtype is not None:
         hidden_states = hidden_states.to(dtype)
-        w1, w2 = _autocast(w1, w2, dtype, config)
+        w1, w2 = cast_weights(w1, w2, dtype, config)
     kind, key = kind_and_key(activation)
     b1, b2 = config.w1_bias if b1 is None else b1, config.w2_bias if b2 is None else b2
     quantization = () if scheme.weight is None else config.tensors
@@ -313,23 +312,6 @@ def _differentiable(
     """`forward` of the same step as a node of the graph: see `Pass.through`."""
     x = rows.pop().data
     return differentiable_experts(x, step.weights, routing, step.settings, config, lora)
-
-
-def _autocast(
-    w1: Tensor, w2: Tensor, dtype: torch.dtype, config: FusedMoEQuantConfig
-) -> tuple[Tensor, Tensor]:
-    """Cast weights that are not quantized.
-
-    Raises:
-        NotImplementedError: experts in host memory of another dtype.
-    """
-    if config.scheme.weight is not None:
-        return w1, w2
-    if config.on_host is not None and w1.dtype != dtype:
-        raise NotImplementedError(
-            f"torch.autocast must have the dtype of experts in host memory, {w1.dtype}, got {dtype}"
-        )
-    return cast(w1, dtype), cast(w2, dtype)
 
 
 def fused_moe(

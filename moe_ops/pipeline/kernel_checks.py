@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
+from moe_ops.pipeline.autocast import autocast_dtype
 from moe_ops.pipeline.backward import lacking
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import FusedMoEExperts
@@ -106,7 +107,7 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
     """
     config = fused_experts.quant_config
     _check_call(
-        fused_experts.moe_config.in_dtype,
+        autocast_dtype(call.hidden_states) or fused_experts.moe_config.in_dtype,
         call.apply_router_weight_on_input,
         call.activation,
         (call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts),
@@ -216,7 +217,8 @@ def check_monolithic_call(
         config.scheme,
         *config.tensors,
     )
-    _check_dtype(fused_experts.moe_config.in_dtype, hidden_states)
+    wanted = autocast_dtype(hidden_states) or fused_experts.moe_config.in_dtype
+    _check_dtype(wanted, hidden_states)
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
     checks.expert_map(expert_map, router_logits)

@@ -97,6 +97,8 @@ def hash_topk(
 ) -> tuple[Tensor, Tensor]:
     """Experts from a table by token id; weights are their scores."""
     valid = (input_ids >= 0) & (input_ids < table.shape[0])
+    if table.shape[0] == 0:
+        table = table.new_full((1, table.shape[1]), -1)
     ids = table[torch.where(valid, input_ids, 0)].long()
     valid = valid[:, None] & (ids >= 0) & (ids < gating_output.shape[1])
     weights = scores(gating_output, scoring_func).gather(-1, torch.where(valid, ids, 0))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.routing.arguments import check_logits
-from moe_ops.routing.topk import hash_topk
+from moe_ops.routing.topk import look_up
 
 
 def given_topk(
@@ -51,19 +50,9 @@ def given_topk(
     check_topk_ids(topk_ids, hidden_states)
     checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
     checks.same_device("topk_ids", topk_ids, "gating_output", gating_output)
-    if topk_ids.shape[0] == 0:  # a table without rows
-        check_logits(hidden_states, gating_output, topk_ids.shape[1])
-        return gating_output[:, : topk_ids.shape[1]].float(), topk_ids.to(torch.int32)
     rows = torch.arange(topk_ids.shape[0], device=topk_ids.device)
-    return hash_topk(
-        hidden_states,
-        gating_output,
-        rows,
-        topk_ids,
-        renormalize,
-        scoring_func,
-        routed_scaling_factor,
-    )
+    weighing = (renormalize, scoring_func, routed_scaling_factor)
+    return look_up(hidden_states, gating_output, rows, topk_ids, weighing)
 
 
 def check_topk_ids(topk_ids: Tensor, hidden_states: Tensor, top_k: int | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moe_ops import checks
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
@@ -43,10 +44,10 @@ class SelectedExperts(NamedTuple):
         return SelectedExperts(weights[part], ids[part], None if result is None else result[part])
 
     def of_padding(self) -> SelectedExperts:
-        """The routing of one token whose slots are all skipped."""
+        """The routing of one token whose slots are all skipped, with the history of the weights."""
         weights, ids, _ = self
         return SelectedExperts(
-            weights.new_zeros(1, weights.shape[1]), ids.new_full((1, ids.shape[1]), -1), None
+            pad(weights[:0], (0, 0, 0, 1)), ids.new_full((1, ids.shape[1]), -1), None
         )
 
 

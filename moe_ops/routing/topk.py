@@ -191,6 +191,26 @@ def hash_topk(
         DeepSeek-V4's first ``num_hash_layers`` layers; vLLM ``FusedTopKBiasRouter``.
     """
     checks.tensor("hash_indices_table", hash_indices_table, 2, checks.INDICES)
+    if hash_indices_table.shape[0] == 0:
+        raise ValueError("hash_indices_table must have a row for each token id, got no rows")
+    return look_up(
+        hidden_states,
+        gating_output,
+        input_ids,
+        hash_indices_table,
+        (renormalize, scoring_func, routed_scaling_factor),
+    )
+
+
+def look_up(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    input_ids: Tensor,
+    hash_indices_table: Tensor,
+    weighing: tuple[bool, str, float],
+) -> tuple[Tensor, Tensor]:
+    """`hash_topk`, also with a table without rows; ``weighing``: its other arguments."""
+    renormalize, scoring_func, routed_scaling_factor = weighing
     check_logits(hidden_states, gating_output, hash_indices_table.shape[1])
     check_scoring(gating_output, scoring_func, None)
     check_weighing(renormalize, routed_scaling_factor)
@@ -198,9 +218,6 @@ def hash_topk(
     checks.same_tokens("input_ids", input_ids, "gating_output", gating_output)
     for name, x in (("input_ids", input_ids), ("hash_indices_table", hash_indices_table)):
         checks.same_device(name, x, "gating_output", gating_output)
-    if hash_indices_table.shape[0] == 0:
-        raise ValueError("hash_indices_table must have a row for each token id, got no rows")
-    weighing = (renormalize, scoring_func, routed_scaling_factor)
     if torch.is_grad_enabled() and gating_output.requires_grad:
         return differentiable_hash_topk(gating_output, input_ids, hash_indices_table, weighing)
     return ops.hash_topk(gating_output, input_ids, hash_indices_table, *weighing)

@@ -272,6 +272,9 @@ def check_wrapped(rank, ranks):
             expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9, norm_type)
             norm = clip_grad_norm_(model, 1e9, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)  # float32 sums of 50,000
+        for own in layer.parameters():
+            own.grad.fill_(torch.inf)
+        assert clip_grad_norm_(model, 1.0) == torch.inf
 
 
 def check(rank, ranks, compiled):

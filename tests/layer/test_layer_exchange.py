@@ -155,6 +155,11 @@ def check_details(rank, ranks, backend):
         other.w2_weight.data.zero_()
         assert not other(x[tokens], logits[tokens]).any()
     torch.testing.assert_close(layer(x[tokens], logits[tokens]), expected[tokens])
+    with torch.autocast("cpu", torch.bfloat16):
+        near = whole(x, logits)[tokens]
+        for rows in (x, x.bfloat16()):
+            out = layer(rows[tokens], logits[tokens])
+            torch.testing.assert_close(out, near, rtol=0.02, atol=0.05)
     layer.w2_weight = torch.nn.Parameter(-layer.w2_weight.data, False)  # the kernel follows
     torch.testing.assert_close(layer(x[tokens], logits[tokens]), -expected[tokens])
     layer.w2_weight.data.neg_()

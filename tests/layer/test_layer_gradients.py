@@ -7,6 +7,7 @@ from ranks import BACKENDS, BACKENDS_OF_FOUR, compiled_on, spawn
 from torch.utils.checkpoint import checkpoint
 
 import moe_ops
+from moe_ops.training import clip_grad_norm_
 
 KINDS = {
     "plain": {},
@@ -41,6 +42,8 @@ def check(rank, ranks):
             if layer.moe_parallel_config.tp_size > 1 and name == "fp8_channel":
                 continue  # each rank's part of a row between the GEMMs has its own scale
             found = step(layer, [x[tokens] for x in rows])
+            if name == "biases":
+                check_norm(layer, expected, rows, tokens)
             for what, actual in found.items():
                 near = expected[what]
                 if what == "shared_expert_gate_weight":
@@ -53,6 +56,17 @@ def check(rank, ranks):
                 if near is not None:
                     text = (name, way, what)
                     torch.testing.assert_close(actual, near, msg=lambda m, t=text: f"{t}: {m}")
+
+
+def check_norm(layer, expected, rows, tokens):
+    """Each number counts once: of the ranks that cut an expert, one alone has its down bias."""
+    first = layer.moe_parallel_config.tp_rank == 0
+    assert layer.w2_bias.requires_grad == first
+    x, logits, grad = (x[tokens] for x in rows)
+    layer(x, logits).backward(grad)
+    whole = [x for what, x in expected.items() if what not in ("out", "x", "logits")]
+    norm = torch.linalg.vector_norm(torch.cat([x.flatten() for x in whole]))
+    torch.testing.assert_close(clip_grad_norm_(layer, 1e9), norm)
 
 
 COMPILED = ("fixed_capacity", "symmetric", "sequence", "parts")
@@ -176,7 +190,10 @@ def check_main_grads(rank, ranks):
         found = {"x": x.grad, "logits": logits.grad}
         for name, p in layer.named_parameters():
             assert p.grad is None, (way, name)
-            found[name] = p.main_grad
+            if p.requires_grad:
+                found[name] = p.main_grad
+            else:
+                assert not p.main_grad.any(), (way, name)
         for name, actual in found.items():
             assert torch.equal(actual, expected[name]), (way, name)
 

@@ -152,8 +152,9 @@ def test_an_assigned_dtype_is_the_layers():
     assert layer.initial_seed is None and cast.initial_seed is None
     for each in (layer, cast):
         moe_ops.quantize_(each, "int8_w8a16")
+    assigned = layer.state_dict()
     for name, x in cast.state_dict().items():
-        assert torch.equal(x, layer.state_dict()[name]) and x.dtype == layer.state_dict()[name].dtype
+        assert torch.equal(x, assigned[name]) and x.dtype == assigned[name].dtype
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

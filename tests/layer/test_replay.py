@@ -110,6 +110,33 @@ def test_one_compilation_reads_the_ids():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("unbacked", [False, True])
+def test_one_compilation_for_any_number_of_tokens(unbacked):
+    torch._dynamo.reset()
+    layer = filled().requires_grad_(False)
+    backed = torch.fx.experimental._config.patch(backed_size_oblivious=not unbacked)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for number, tokens in enumerate((7, 64, 1, 0)):
+        x, logits = batch(tokens)
+        ids = torch.randint(-1, E, (tokens, K))
+        if unbacked and not number:
+            for given in (x, logits, ids):
+                torch._dynamo.decorators.mark_unbacked(given, 0)
+        stance = torch.compiler.set_stance("fail_on_recompile" if number else "default")
+        with torch.no_grad(), backed, stance:
+            out = compiled(x, logits, topk_ids=ids)
+        assert torch.equal(out, layer(x, logits, topk_ids=ids))
+
+
+def test_no_tokens_are_checked_as_others():
+    x, logits = batch(0)
+    ids = torch.zeros(0, K, dtype=torch.int64)
+    weights, found = given_topk(x, logits, ids, renormalize=True)
+    assert weights.shape == found.shape == (0, K) and weights.dtype == torch.float32
+    with pytest.raises(ValueError, match="scoring_func"):
+        given_topk(x, logits, ids, renormalize=True, scoring_func="nope")
+
+
 @pytest.mark.parametrize(
     ("function", "renormalize"),
     [(topk_softmax, True), (llama4_routing, False), (llama4_routing, True),

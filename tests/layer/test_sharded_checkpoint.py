@@ -178,6 +178,19 @@ def check_norm_beside_a_gate(rank):
     torch.testing.assert_close(clip_grad_norm_(layer, 1.0), torch.tensor(float(H)).sqrt())
 
 
+def test_states_of_other_shapes_than_the_parameters():
+    """Adafactor keeps sums of rows and of columns."""
+    layer = layer_of(**way(1, "ep"))
+    rows, rank = layer.w13_weight.shape[0], layer.w13_weight.shape[:2]
+    state = {"row_var": torch.zeros(*rank, 1), "step": torch.ones(())}
+    found = sharded_state_dict(layer, {"state": {"w13_weight": state}})["state"]["w13_weight"]
+    assert found["row_var"].global_shape == (E, rank[1], 1) and found["step"] is state["step"]
+    assert [piece.offsets[0] for piece in found["row_var"].pieces] == [E - rows]
+    for kind, wrong in (("tp", state), ("ep", {"sums": torch.zeros(rows + 1)})):
+        with pytest.raises(NotImplementedError, match="must have the shape of w13_weight"):
+            sharded_state_dict(layer_of(**way(1, kind)), {"state": {"w13_weight": wrong}})
+
+
 def check_refused(rank, folder):
     layer = layer_of(**CASES["mxfp4_packed"], **way(rank, "tp"))
     with pytest.raises(

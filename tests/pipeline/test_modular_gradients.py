@@ -118,6 +118,29 @@ def test_micro_batches_and_shared_experts(device):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_autocast(kind, device):
+    """Weights and tokens in float32 are cast with their gradients; tokens may be cast before."""
+    problem = PROBLEM.with_(has_bias=False)
+    s = differentiable(problem.with_(dtype=torch.float32), kind, device)
+    near, grad = differentiable(problem, kind, device), grad_of(problem).to(device)
+    for x, wide in zip(near.inputs, s.inputs, strict=True):
+        if x is not None and x.requires_grad:
+            x.data.copy_(wide.data)
+    rows = s.inputs.hidden_states
+    with torch.autocast(device, torch.bfloat16):
+        out, narrow = s.apply(), s.apply(hidden_states=rows.bfloat16())
+        parts = moe_ops.pipeline.run_micro_batches(s.kernel, [Call(**s.arguments())])
+        with torch.no_grad():
+            assert torch.equal(s.apply(), out)
+    expected = near.apply()
+    assert torch.equal(out, expected) and torch.equal(narrow, out) and torch.equal(parts[0], out)
+    expected = gradients(expected, near.inputs, grad)
+    for name, actual in gradients(out, s.inputs, grad).items():
+        assert actual.dtype == getattr(s.inputs, name).dtype
+        assert torch.equal(actual.to(expected[name].dtype), expected[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_one_compilation(kind, device):
     torch._dynamo.reset()
     problem = Problem(100, 8, 2, 32, 48, torch.float32)

@@ -14,7 +14,7 @@ COUNTS = {2: (7, 4), 4: (5, 0, 1, 5)}
 
 
 def layer_of(options, **way):
-    """A layer with the weights of E experts; all that is not quantized requires grad."""
+    """A layer with the weights of E experts."""
     layer = moe_ops.FusedMoE(E, K, H, I, **options, **way)
     experts, scheme = Experts.random(E, H, I), options.get("scheme")
     source = per_expert(experts if scheme is None else experts.quantized(scheme))
@@ -26,7 +26,7 @@ def layer_of(options, **way):
     source |= {name.replace("experts.0", "shared_experts"): x for name, x in wide.items()}
     source["shared_expert_gate.weight"] = torch.linspace(-1, 1, H)[None]
     moe_ops.load_checkpoint(layer, source, progress=False)
-    return layer.to(device()).requires_grad_(scheme is None)
+    return layer.to(device())
 
 
 def ways(rank, ranks, counts=None):

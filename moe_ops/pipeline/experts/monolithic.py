@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.autocast import autocast_dtype
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts.base import FusedMoEExpertsMonolithic
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
@@ -124,7 +125,7 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
             kind_and_key(activation)[1],
             apply_router_weight_on_input,
             config.batch_invariant,
-            config.in_dtype,
+            autocast_dtype(hidden_states) or config.in_dtype,
         )
         step = Pass(expert_weights(w1, w2, self.quant_config), settings)
         return forward(step, hidden_states, route)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.autocast import autocast_dtype
 from moe_ops.pipeline.experts.own import BatchedExperts
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata
@@ -51,7 +52,8 @@ class NaiveBatchedExperts(BatchedExperts):
     ) -> Tensor:
         """Return ``(El, M, H)``; rows past an expert's count are zeros."""
         counts = counts_of(expert_tokens_meta)
-        scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
+        scheme = self.quant_config.scheme
+        dtype = autocast_dtype(hidden_states) or self.moe_config.in_dtype
         weights = expert_weights(w1, w2, self.quant_config)
         used = _row_mask(counts, hidden_states.shape[1])
         quant = scheme.activation

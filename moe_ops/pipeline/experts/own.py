@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.autocast import autocast_dtype
 from moe_ops.pipeline.backward import differentiable_experts
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
@@ -83,7 +84,7 @@ class OperatorExperts(FusedMoEExpertsModular):
             kind_and_key(activation)[1],
             on_input,
             layer.batch_invariant,
-            layer.in_dtype,
+            autocast_dtype(w1) or layer.in_dtype,
             rounds_product=not self.ACTIVATES_IN_GEMM1,
         )
         return Pass(expert_weights(w1, w2, config), settings, self.GATHER)
