@@ -73,8 +73,8 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int:
     for name in names:
         value = config.get(name)
         if isinstance(value, list):
-            given = [x for x in value if x not in (None, 0)]
-            value = given[0] if given and given.count(given[0]) == len(given) else value
+            sizes = [x for x in value if x not in (None, 0)]
+            value = sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else value
         if value is None:
             continue
         if type(value) is not int or value < 1:

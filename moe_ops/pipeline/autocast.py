@@ -24,18 +24,22 @@ def autocast_dtype(x: Any) -> torch.dtype | None:
     return None
 
 
-def cast_weights(
-    w1: Tensor, w2: Tensor, dtype: torch.dtype, config: FusedMoEQuantConfig
-) -> tuple[Tensor, Tensor]:
-    """Cast weights that are not quantized.
+def under_autocast(
+    hidden_states: Tensor, w1: Tensor, w2: Tensor, config: FusedMoEQuantConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast tokens, and weights that are not quantized, if autocast is on.
 
     Raises:
         NotImplementedError: experts in host memory of another dtype.
     """
+    dtype = autocast_dtype(hidden_states)
+    if dtype is None:
+        return hidden_states, w1, w2
+    x = hidden_states.to(dtype)
     if config.scheme.weight is not None:
-        return w1, w2
+        return x, w1, w2
     if config.on_host is not None and w1.dtype != dtype:
         raise NotImplementedError(
             f"torch.autocast must have the dtype of experts in host memory, {w1.dtype}, got {dtype}"
         )
-    return cast(w1, dtype), cast(w2, dtype)
+    return x, cast(w1, dtype), cast(w2, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.gradients import check_transforms, refuse, wanted
-from moe_ops.pipeline.autocast import autocast_dtype, cast_weights
+from moe_ops.pipeline.autocast import under_autocast
 from moe_ops.pipeline.backward import differentiable_experts, lacking
 from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.gathering import Settings
@@ -253,10 +253,8 @@ def _enter(
     elif not isinstance(config, FusedMoEQuantConfig):
         raise not_a_config(config)
     scheme, (w1, w2, b1, b2) = config.scheme, weights
-    dtype = autocast_dtype(hidden_states)
-    if dtype is not None:
-        hidden_states = hidden_states.to(dtype)
-        w1, w2 = cast_weights(w1, w2, dtype, config)
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        hidden_states, w1, w2 = under_autocast(hidden_states, w1, w2, config)
     kind, key = kind_and_key(activation)
     b1, b2 = config.w1_bias if b1 is None else b1, config.w2_bias if b2 is None else b2
     quantization = () if scheme.weight is None else config.tensors

@@ -107,7 +107,7 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
     """
     config = fused_experts.quant_config
     _check_call(
-        autocast_dtype(call.hidden_states) or fused_experts.moe_config.in_dtype,
+        call.autocast or fused_experts.moe_config.in_dtype,
         call.apply_router_weight_on_input,
         call.activation,
         (call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts),

@@ -17,7 +17,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import inference_only, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.autocast import autocast_dtype, cast_weights
+from moe_ops.pipeline.autocast import autocast_dtype, under_autocast
 from moe_ops.pipeline.calls import Call, Decision, Pending, num_experts_of, without_history
 from moe_ops.pipeline.experts import FusedMoEExperts, OperatorExperts
 from moe_ops.pipeline.forward import Pass, forward
@@ -159,7 +159,9 @@ class FusedMoEKernel:
         self, call: Call, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`apply` with the given shared experts (None: without any) instead of the kernel's."""
-        given, call = call, self._autocast(call)
+        original = call
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            call = self._autocast(call)
         decision, part = self._enter(call), self.prepare_finalize
         size, tokens = decision.most, call.hidden_states.shape[0]
         whole = size is None or torch.compiler.is_compiling() or tokens <= size
@@ -172,17 +174,15 @@ class FusedMoEKernel:
                 tokens_of_part = call.tokens(slice(i * size, (i + 1) * size))
                 parts.append(self._forward(KernelCall(self, tokens_of_part, decision)).wait())
             finalized = Pending(None, lambda: torch.cat(parts))
-        return self._finish(given, finalized, shared_experts)
+        return self._finish(original, finalized, shared_experts)
 
     def _autocast(self, call: Call) -> Call:
         """The call with tokens and weights in the dtype of `torch.autocast`, if it is on."""
         dtype = autocast_dtype(call.hidden_states)
         if dtype is None:
             return call
-        weights = cast_weights(call.w1, call.w2, dtype, self.fused_experts.quant_config)
-        return call._replace(
-            hidden_states=call.hidden_states.to(dtype), w1=weights[0], w2=weights[1]
-        )
+        x, w1, w2 = under_autocast(*call[:3], self.fused_experts.quant_config)
+        return call._replace(hidden_states=x, w1=w1, w2=w2, autocast=dtype)
 
     def _enter(self, call: Call) -> Decision:
         """Check the arguments, and decide what gradients the call has."""
@@ -343,10 +343,7 @@ class FusedMoEKernel:
             raise ValueError("apply_monolithic needs monolithic parts: route, then call apply")
         experts: Any = self.fused_experts
         part: Any = self.prepare_finalize
-        dtype = autocast_dtype(hidden_states)
-        if dtype is not None:
-            hidden_states = hidden_states.to(dtype)
-            w1, w2 = cast_weights(w1, w2, dtype, experts.quant_config)
+        hidden_states, w1, w2 = under_autocast(hidden_states, w1, w2, experts.quant_config)
         check_monolithic_call(
             experts,
             hidden_states,

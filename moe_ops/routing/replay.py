@@ -52,7 +52,7 @@ def given_topk(
     checks.same_device("topk_ids", topk_ids, "gating_output", gating_output)
     rows = torch.arange(topk_ids.shape[0], device=topk_ids.device)
     weighing = (renormalize, scoring_func, routed_scaling_factor)
-    return look_up(hidden_states, gating_output, rows, topk_ids, weighing)
+    return look_up(hidden_states, gating_output, topk_ids, rows, weighing)
 
 
 def check_topk_ids(topk_ids: Tensor, hidden_states: Tensor, top_k: int | None = None) -> None:

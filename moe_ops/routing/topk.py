@@ -15,6 +15,9 @@ from moe_ops.routing.arguments import (
 )
 from moe_ops.routing.backward import differentiable_hash_topk, differentiable_topk
 
+Weighing = tuple[bool, str, float]
+"""``renormalize``, ``scoring_func`` and ``routed_scaling_factor``."""
+
 
 @checks.remembered
 def _check_topk(
@@ -193,31 +196,22 @@ def hash_topk(
     checks.tensor("hash_indices_table", hash_indices_table, 2, checks.INDICES)
     if hash_indices_table.shape[0] == 0:
         raise ValueError("hash_indices_table must have a row for each token id, got no rows")
-    return look_up(
-        hidden_states,
-        gating_output,
-        input_ids,
-        hash_indices_table,
-        (renormalize, scoring_func, routed_scaling_factor),
-    )
+    weighing = (renormalize, scoring_func, routed_scaling_factor)
+    return look_up(hidden_states, gating_output, hash_indices_table, input_ids, weighing)
 
 
 def look_up(
-    hidden_states: Tensor,
-    gating_output: Tensor,
-    input_ids: Tensor,
-    hash_indices_table: Tensor,
-    weighing: tuple[bool, str, float],
+    tokens: Tensor, gating_output: Tensor, table: Tensor, input_ids: Tensor, weighing: Weighing
 ) -> tuple[Tensor, Tensor]:
-    """`hash_topk`, also with a table without rows; ``weighing``: its other arguments."""
+    """`hash_topk`, also with a table without rows."""
     renormalize, scoring_func, routed_scaling_factor = weighing
-    check_logits(hidden_states, gating_output, hash_indices_table.shape[1])
+    check_logits(tokens, gating_output, table.shape[1])
     check_scoring(gating_output, scoring_func, None)
     check_weighing(renormalize, routed_scaling_factor)
     checks.tensor("input_ids", input_ids, 1, checks.INDICES)
     checks.same_tokens("input_ids", input_ids, "gating_output", gating_output)
-    for name, x in (("input_ids", input_ids), ("hash_indices_table", hash_indices_table)):
+    for name, x in (("input_ids", input_ids), ("hash_indices_table", table)):
         checks.same_device(name, x, "gating_output", gating_output)
     if torch.is_grad_enabled() and gating_output.requires_grad:
-        return differentiable_hash_topk(gating_output, input_ids, hash_indices_table, weighing)
-    return ops.hash_topk(gating_output, input_ids, hash_indices_table, *weighing)
+        return differentiable_hash_topk(gating_output, input_ids, table, weighing)
+    return ops.hash_topk(gating_output, input_ids, table, *weighing)

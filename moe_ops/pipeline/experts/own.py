@@ -79,12 +79,15 @@ class OperatorExperts(FusedMoEExpertsModular):
     ) -> Pass:
         """What `forward` is given for these weights."""
         config, layer = self.quant_config, self.moe_config
+        dtype = layer.in_dtype
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            dtype = autocast_dtype(w1) or dtype
         settings = Settings(
             config.scheme,
             kind_and_key(activation)[1],
             on_input,
             layer.batch_invariant,
-            autocast_dtype(w1) or layer.in_dtype,
+            dtype,
             rounds_product=not self.ACTIVATES_IN_GEMM1,
         )
         return Pass(expert_weights(w1, w2, config), settings, self.GATHER)
