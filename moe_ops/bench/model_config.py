@@ -16,7 +16,7 @@ SPELLINGS = {
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
     "top_k": (
         "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k",
-        "top_k_experts",
+        "top_k_experts", "experts_per_token",
     ),
     "hidden_size": ("moe_latent_size", "hidden_size", "d_model"),
     "intermediate_size": (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.device import Device
@@ -52,21 +54,38 @@ class Cost:
     workspace_bytes: int | None
     """Bytes of all buffers that the experts' ``workspace_shapes`` names, the output included. For
     the peak memory of a whole layer see `moe_ops.workspace_nbytes`."""
+    parts: int = 1
+    """Calls of the experts, one after the other. Tiles, active experts and workspace belong to the
+    largest; everything else is the sum."""
+
+
+def cost_in_parts(cost: Callable[[int], Cost], num_tokens: int, most: int | None) -> Cost:
+    """`cost` of a call whose experts get at most ``most`` tokens at a time; None: all of them."""
+    if most is None or num_tokens <= most:
+        return cost(num_tokens)
+    count, rest = divmod(num_tokens, most)
+    first, last = cost(most), cost(rest or most)
+    sums: dict[str, Any] = {}
+    for name in ("weight_bytes", "activation_bytes", "intermediate_bytes", "flops", "floor_us"):
+        one, other = getattr(first, name), getattr(last, name)
+        sums[name] = None if one is None else count * one + (other if rest else 0)
+    return replace(first, num_tokens=num_tokens, parts=count + bool(rest), **sums)
 
 
 def cost_of(
     config: FusedMoEConfig,
     scheme: Scheme,
     experts: FusedMoEExperts,
-    num_tokens: int,
     target: TargetDevice,
+    shared: int,
+    num_tokens: int,
 ) -> Cost:
-    """The cost of a layer with the given experts on a device."""
+    """The cost of a layer with the given experts on a device; ``shared`` have every token."""
     width, gates = config.intermediate_size, 2 if config.is_act_and_mul else 1
     hidden, itemsize = config.hidden_dim, config.in_dtype.itemsize
     shapes = ((gates * width, hidden), (hidden, width))
     slots = num_tokens * config.experts_per_token * config.num_local_experts / config.num_experts
-    active = active_experts(config, num_tokens)
+    active = active_experts(config, num_tokens, shared)
     weight_bytes = round(active * bytes_per_expert(config, scheme))
     activation_bytes = 2 * num_tokens * hidden * itemsize
     h_bits = 8 * itemsize if scheme.activation is None else scheme.activation.element.stored_bits
@@ -102,10 +121,14 @@ def math_of(scheme: Scheme, itemsize: int = 2) -> str:
     return "bf16" if scheme.dequantizes_both and not decodes_to_fp8(DECODE_MANY, scheme) else "fp8"
 
 
-def active_experts(config: FusedMoEConfig, num_tokens: int) -> float:
-    """Average number of local experts that have a token, under a uniform routing."""
-    missed = (1 - config.experts_per_token / config.num_experts) ** num_tokens
-    return config.num_local_experts * (1 - missed)
+def active_experts(config: FusedMoEConfig, num_tokens: int, shared: int = 0) -> float:
+    """Average number of local experts that have a token, under a uniform routing.
+
+    ``shared`` of the experts, which are among the ``experts_per_token``, have every token.
+    """
+    routed = config.num_experts - shared
+    missed = (1 - (config.experts_per_token - shared) / routed) ** num_tokens
+    return config.num_local_experts * (1 - missed * routed / config.num_experts)
 
 
 def bytes_per_expert(config: FusedMoEConfig, scheme: Scheme) -> float:

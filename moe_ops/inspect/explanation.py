@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,7 +15,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.brief import aligned
 from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
-from moe_ops.inspect.costs import Cost, cost_of
+from moe_ops.inspect.costs import Cost, cost_in_parts, cost_of
 from moe_ops.inspect.devices import TargetDevice, target_named, target_of
 from moe_ops.inspect.host_costs import HIT_RATES, HOST_GBPS, HostCosts, host_costs
 from moe_ops.inspect.traffic import (
@@ -30,6 +31,7 @@ from moe_ops.inspect.traffic import (
     traffic_of,
 )
 from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.forms import multiplies_fp8
 from moe_ops.pipeline.selection import (
     CANDIDATES,
@@ -77,6 +79,8 @@ class Explanation:
     exchange tokens."""
     host: HostCosts | None = None
     """What experts in host memory cost; None if that was not asked."""
+    shared_experts: int = 0
+    """Shared experts of a layer, which are among the experts that a token has."""
 
     def to_json(self) -> str:
         """The explanation as a JSON object."""
@@ -116,8 +120,9 @@ class Explanation:
         c, target = self.config, self.target
         device = target.name if target.gpu is None else f"{target.name} ({target.gpu})"
         local = "" if c.num_local_experts == c.num_experts else f" ({c.num_local_experts} here)"
+        shared = f" ({self.shared_experts} of them shared)" if self.shared_experts else ""
         sizes = (
-            f"{c.num_experts} experts{local}, {c.experts_per_token} a token, hidden "
+            f"{c.num_experts} experts{local}, {c.experts_per_token} a token{shared}, hidden "
             f"{c.hidden_dim}, intermediate {c.intermediate_size}, {c.activation_kind.value}, "
             f"{_json_value(c.in_dtype)}{', batch-invariant' if c.batch_invariant else ''}"
         )
@@ -168,6 +173,12 @@ class Explanation:
             *self._weights(),
             "experts: number that have a token, on average, under uniform routing",
             "between: rows between the GEMMs, written once and read once (not in the estimate)",
+        ]
+        notes += [
+            f"{cost.num_tokens} tokens: in {cost.parts} parts, each of which reads its experts; "
+            "experts, tiles and workspace are those of the largest part"
+            for cost in self.costs
+            if cost.parts > 1
         ]
         parallel = self.config.moe_parallel_config
         if parallel.exchanges_tokens:
@@ -318,10 +329,10 @@ def explain(
         ValueError: an unknown scheme, device or link, a number of tokens that is not positive,
             ``resident`` outside its range.
     """
-    exact: ExactRows | None = None
+    layer = _LayerFacts()
     if hasattr(config, "exact_fp8_rows"):
-        resident = getattr(config, "resident_experts", None) if resident is None else resident
-        config, scheme, exact = _of_layer(config, scheme, device)
+        config, scheme, layer = _of_layer(config, scheme, device)
+        resident = layer.resident if resident is None else resident
     checks.instance("config", config, FusedMoEConfig)
     if scheme is None:
         raise TypeError("scheme must be given for a FusedMoEConfig, got None")
@@ -343,10 +354,12 @@ def explain(
         kernel = build(choice, config, quant, most_tokens=max(num_tokens, default=1))
     costs, exchanges, link, host = [], [], link_of(link), None
     if resident is not None:
-        host = host_costs(config, quant.scheme, resident, num_tokens, host_gbps)
+        host = host_costs(config, quant.scheme, resident, num_tokens, host_gbps, layer.shared)
     if kernel is not None:
         experts = kernel.fused_experts
-        costs = [cost_of(config, quant.scheme, experts, number, target) for number in num_tokens]
+        most = _most_tokens(config, layer)
+        cost = partial(cost_of, config, quant.scheme, experts, target, layer.shared)
+        costs = [cost_in_parts(cost, number, most) for number in num_tokens]
         if config.moe_parallel_config.exchanges_tokens:
             before = None if experts.expects_unquantized_inputs else quant.scheme.activation
             exchanges = [traffic_of(config, before, number, link) for number in num_tokens]
@@ -360,16 +373,35 @@ def explain(
         activation_format=wanted_format(config).value[0],
         costs=tuple(costs),
         link=link,
-        exact_rows=exact,
+        exact_rows=layer.exact,
         exchanges=tuple(exchanges),
         host=host,
+        shared_experts=layer.shared,
     )
+
+
+class _LayerFacts(NamedTuple):
+    """What a layer knows beside its configuration."""
+
+    exact: ExactRows | None = None
+    resident: int | None = None
+    chunk_size: int | None = None
+    shared: int = 0
+    """Shared experts, which every token has."""
+
+
+def _most_tokens(config: FusedMoEConfig, layer: _LayerFacts) -> int | None:
+    """The most tokens that the experts of one rank get at a time; None: all of them."""
+    if config.moe_parallel_config.exchanges_tokens:
+        return None
+    is_batched = wanted_format(config) is FusedMoEActivationFormat.BatchedExperts
+    return config.max_num_tokens if is_batched else layer.chunk_size
 
 
 def _of_layer(
     layer: Any, scheme: Any, device: str | None
-) -> tuple[FusedMoEConfig, Scheme, ExactRows | None]:
-    """The configuration of a layer, the scheme that it runs in, and its exact rows."""
+) -> tuple[FusedMoEConfig, Scheme, _LayerFacts]:
+    """The configuration of a layer, in which a token's shared experts count, and its scheme."""
     if scheme is not None:
         raise ValueError(f"scheme must be None for a layer, which has one, got {scheme}")
     exact, held = layer.exact_fp8_rows(), layer.scheme
@@ -377,7 +409,9 @@ def _of_layer(
         held, facts = exact.scheme, target_named(device).facts
         if exact.exact == exact.rows and facts is not None and multiplies_fp8(held, facts.arch):
             held = exact_fp8_scheme(held)
-    return layer.moe_config, held, exact
+    config, shared = layer.moe_config, layer.routing["num_fused_shared_experts"]
+    config = replace(config, experts_per_token=config.experts_per_token + shared)
+    return config, held, _LayerFacts(exact, layer.resident_experts, layer.chunk_size, shared)
 
 
 def _json_value(value: object) -> object:

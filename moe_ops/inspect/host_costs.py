@@ -96,6 +96,7 @@ def host_costs(
     resident: Any,
     num_tokens: Sequence[int],
     host_gbps: float = HOST_GBPS,
+    shared: int = 0,
 ) -> HostCosts:
     """Return the costs of a layer whose experts are in host memory.
 
@@ -105,6 +106,7 @@ def host_costs(
         resident: as in `moe_ops.offload_`, of this one layer: a size such as ``"2.5GB"``, too.
         num_tokens: token counts.
         host_gbps: gigabytes per second from host memory to the device.
+        shared: experts that every token has.
 
     Raises:
         TypeError, ValueError: ``resident`` outside its range; a rate that is not positive.
@@ -117,13 +119,13 @@ def host_costs(
     (count,) = parse_amount("resident", resident, [Amount(experts, least, size)])
     times = []
     for tokens in num_tokens if count < experts else ():
-        wanted = active_experts(config, tokens)
+        wanted = active_experts(config, tokens, shared)
         us = 1e6 * wanted * size / (host_gbps * 1e9) / tokens
         ids = tokens * config.experts_per_token
         waves = waves_of(experts, wave_slots(experts, count, ids), ids)
         missed = tuple(us * (1 - rate) for rate in HIT_RATES)
         times.append(LinkTime(tokens, wanted, waves, missed, us, min(1.0, count / wanted)))
-    streams = (n for n in range(1, MOST_TOKENS) if active_experts(config, n) > count)
+    streams = (n for n in range(1, MOST_TOKENS) if active_experts(config, n, shared) > count)
     return HostCosts(
         count,
         experts,

@@ -86,6 +86,8 @@ class EplbState(EplbTensors):
             checks.size("ep_size", ep_size, "the number of ranks of group", ranks.size())
         if ep_size is None:
             ep_size = 1 if ranks is None else ranks.size()
+        checks.at_least(0, num_layers=num_layers)
+        device = None if device is None else checks.device("device", device)
         logical = logical_experts(num_experts, num_redundant_experts, ep_size)
         placement = torch.tensor(logical, device=device).repeat(num_layers, 1)
         maps = compute_logical_maps(placement, num_experts, num_redundant_experts + 1)
@@ -244,6 +246,8 @@ class EplbState(EplbTensors):
     def _checked(self, weights: Sequence[Sequence[Tensor]], ranks: int) -> list[list[Tensor]]:
         """Return the tensors of each layer after checking that they have the rows of one rank."""
         num_layers, num_physical = self.physical_to_logical_map.shape
+        if not isinstance(weights, Sequence):
+            raise TypeError(f"weights must be a sequence, got {type(weights).__name__}")
         checks.size("len(weights)", len(weights), "the number of layers", num_layers)
         layers = [list(tensors) for tensors in weights]
         rule = "the number of physical experts" + (" of a rank" if ranks > 1 else "")

@@ -161,6 +161,7 @@ class FusedMoEParallelConfig:
         Raises:
             ValueError: a dimension of another name, or another order.
         """
+        checks.instance("mesh", mesh, DeviceMesh)
         order, names = ("dp", "pcp", "tp"), mesh.mesh_dim_names or ()
         if len(names) != mesh.ndim or list(names) != [name for name in order if name in names]:
             raise ValueError(

@@ -25,9 +25,10 @@ def imbalance(rank_load: Tensor) -> float:
     """Return the busiest rank's load over the average load: 1 is balanced.
 
     Returns:
-        The ratio, at least 1.
+        The ratio, at least 1; without any load 1.
     """
-    return (rank_load.max() / rank_load.double().mean()).item()
+    mean = rank_load.double().mean()
+    return (rank_load.max() / mean).item() if mean else 1.0
 
 
 def simulate_balance(
@@ -61,9 +62,14 @@ def simulate_balance(
         The load of each rank under the second batch, before and after balancing.
 
     Raises:
-        ValueError: as `rebalance_experts`; ``top_k`` outside 1..E.
+        TypeError, ValueError: as `rebalance_experts`; ``top_k`` outside 1..E; an ``exponent`` that
+            is not finite.
     """
+    checks.at_least(0, num_tokens=num_tokens)
+    checks.at_least(1, num_experts=num_experts)
     checks.topk("top_k", top_k, num_experts)
+    checks.factor("exponent", exponent)
+    checks.integer("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     favourite = torch.randperm(num_experts, generator=generator, device="cpu") + 1
     log_odds = -exponent * favourite.double().log()

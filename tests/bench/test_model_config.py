@@ -51,6 +51,8 @@ def read(tmp_path, config, **files):
           "moe_intermediate_size": [3072, 3072]}, (64, 8, 4096, 3072), "silu"),
         ({**QWEN3, "num_experts": [0, 128, 128], "num_experts_per_tok": [None, 8, 8]},
          (128, 8, 2048, 768), "silu"),
+        ({"num_experts": 128, "experts_per_token": 4, "hidden_size": 2880,
+          "intermediate_size": 2880}, (128, 4, 2880, 2880), "silu"),
         ({**MIXTRAL, "model_type": "gpt_oss", "swiglu_limit": 7.0}, (8, 2, 4096, 14336),
          "swigluoai(clamp_limit=7.0)"),
         ({**QWEN3, "swiglu_limit": 10.0}, (128, 8, 2048, 768), "silu(clamp_limit=10.0)"),

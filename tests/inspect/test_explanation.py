@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from launches import blocks
 from selections import FP8, STANDARD, layer_inputs, reason
 from strategies import ACTIVATIONS
+from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
 from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
@@ -272,3 +273,37 @@ def test_experts_in_host_memory():
         moe_ops.explain(QWEN, FP8, device="sm_90", resident=4)
     with pytest.raises(ValueError, match="host_gbps must be positive"):
         moe_ops.explain(QWEN, FP8, device="sm_90", resident=32, host_gbps=0)
+
+
+def test_shared_experts_are_experts_of_every_token():
+    layer = moe_ops.FusedMoE(8, 2, 64, 32, n_shared_experts=2)
+    found = moe_ops.explain(layer, num_tokens=(1, 2, 64), device="h100")
+    assert "10 experts, 4 a token (2 of them shared), hidden 64" in str(found)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(torch.randn(64, 64), torch.randn(64, 8))
+    assert found.costs[2].flops == counter.get_total_flops()
+    active = [cost.active_experts for cost in found.costs]
+    assert active == pytest.approx([4, 2 + 8 * (1 - 0.75**2), 10])
+    same = moe_ops.explain(replace(layer.moe_config, experts_per_token=4), layer.scheme,
+                           num_tokens=(64,), device="h100").costs[0]  # fmt: skip
+    assert found.costs[2].workspace_bytes == same.workspace_bytes
+    with pytest.raises(ValueError, match="top_k = 4 to 10"):
+        moe_ops.explain(layer, resident=2)
+
+
+def test_calls_in_parts():
+    """Every part reads its experts; tiles and workspace are those of one part."""
+    plain, chunked = (moe_ops.FusedMoE(8, 2, 64, 32, chunk_size=size) for size in (None, 4))
+    batched = replace(plain.moe_config, max_num_tokens=4)
+    for config in (chunked, (batched, plain.scheme)):
+        config = config if isinstance(config, tuple) else (config,)
+        one, many, rest = moe_ops.explain(*config, num_tokens=(4, 64, 6), device="h100").costs
+        (few,) = moe_ops.explain(*config, num_tokens=(2,), device="h100").costs
+        assert (one.parts, many.parts, rest.parts) == (1, 16, 2)
+        for name in ("weight_bytes", "activation_bytes", "flops", "floor_us"):
+            assert getattr(many, name) == pytest.approx(16 * getattr(one, name))
+            assert getattr(rest, name) == pytest.approx(getattr(one, name) + getattr(few, name))
+        for name in ("gemm1", "gemm2", "workspace_bytes", "active_experts"):
+            assert getattr(many, name) == getattr(rest, name) == getattr(one, name)
+    assert "64 tokens: in 16 parts" in str(moe_ops.explain(chunked, device="h100"))
+    assert "parts" not in str(moe_ops.explain(plain, device="h100"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from processes import python
 
 import moe_ops
-from moe_ops import EplbState
+from moe_ops import EplbState, FusedMoEParallelConfig
 from moe_ops.parallel import eplb_state, imbalance, simulate_balance
 from moe_ops.parallel.moves import STAGING, check_apart, plan_moves
 
@@ -233,6 +233,24 @@ def test_loads_that_have_wrapped_are_refused():
 def test_rebalancing_a_wrong_number_of_layers():
     with pytest.raises(ValueError, match=r"len\(weights\) must be the number of layers = 2, got 1"):
         EplbState.make(2, 4, 0).rebalance_([[]], 1, 1, 1)
+
+
+def test_arguments_are_named():
+    cases = [
+        (lambda: EplbState.make(-1, 8, 2), ValueError, "num_layers must be at least 0, got -1"),
+        (lambda: EplbState.make("1", 8, 2), TypeError, "num_layers must be an int, got str '1'"),
+        (lambda: EplbState.make(1, 8, 2, device="nope"), ValueError, "device must be a torch.dev"),
+        (lambda: EplbState.make(1, 8, 0).rebalance_(None, 1, 1, 1), TypeError, "weights must be a"),
+        (lambda: FusedMoEParallelConfig.of_mesh("x"), TypeError, "mesh must be a DeviceMesh, got"),
+        (lambda: simulate_balance(-1, 8, 2, 0, 2), ValueError, "num_tokens must be at least 0"),
+        (lambda: simulate_balance(4, 8.0, 2, 0, 2), TypeError, "num_experts must be an int"),
+        (lambda: simulate_balance(4, 8, 2, 0, 2, exponent=torch.nan), ValueError, "exponent must"),
+        (lambda: simulate_balance(4, 8, 2, 0, 2, seed="x"), TypeError, "seed must be an int"),
+    ]  # fmt: skip
+    for call, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            call()
+    assert imbalance(torch.zeros(3)) == 1 == imbalance(simulate_balance(0, 8, 2, 0, 2).after)
 
 
 def state_and_weights():

@@ -186,9 +186,10 @@ def test_states_of_other_shapes_than_the_parameters():
     found = sharded_state_dict(layer, {"state": {"w13_weight": state}})["state"]["w13_weight"]
     assert found["row_var"].global_shape == (E, rank[1], 1) and found["step"] is state["step"]
     assert [piece.offsets[0] for piece in found["row_var"].pieces] == [E - rows]
-    for kind, wrong in (("tp", {"sums": torch.zeros(E, 1)}), ("ep", {"sums": torch.zeros(rows + 1)})):
+    for kind, wrong in (("tp", torch.zeros(E, 1)), ("ep", torch.zeros(rows + 1))):
+        states = {"state": {"w13_weight": {"sums": wrong}}}
         with pytest.raises(NotImplementedError, match="must have the shape of w13_weight"):
-            sharded_state_dict(layer_of(**way(1, kind)), {"state": {"w13_weight": wrong}})
+            sharded_state_dict(layer_of(**way(1, kind)), states)
 
 
 def check_refused(rank, folder):
