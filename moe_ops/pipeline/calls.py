@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
@@ -28,8 +27,6 @@ class Call(NamedTuple):
     apply_router_weight_on_input: bool = False
     shared_experts_input: Tensor | None = None
     lora: ExpertLora | None = None
-    autocast: torch.dtype | None = None
-    """The dtype to which `torch.autocast` has cast tokens and weights; None: to none."""
 
     def tokens(self, part: slice) -> Call:
         """The call for a slice of the tokens."""

@@ -105,9 +105,11 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: the message names argument, rule and value.
     """
-    config = fused_experts.quant_config
+    config, dtype = fused_experts.quant_config, fused_experts.moe_config.in_dtype
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        dtype = autocast_dtype(call.hidden_states) or dtype
     _check_call(
-        call.autocast or fused_experts.moe_config.in_dtype,
+        dtype,
         call.apply_router_weight_on_input,
         call.activation,
         (call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts),

@@ -17,7 +17,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import inference_only, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.autocast import autocast_dtype, under_autocast
+from moe_ops.pipeline.autocast import under_autocast
 from moe_ops.pipeline.calls import Call, Decision, Pending, num_experts_of, without_history
 from moe_ops.pipeline.experts import FusedMoEExperts, OperatorExperts
 from moe_ops.pipeline.forward import Pass, forward
@@ -178,11 +178,8 @@ class FusedMoEKernel:
 
     def _autocast(self, call: Call) -> Call:
         """The call with tokens and weights in the dtype of `torch.autocast`, if it is on."""
-        dtype = autocast_dtype(call.hidden_states)
-        if dtype is None:
-            return call
         x, w1, w2 = under_autocast(*call[:3], self.fused_experts.quant_config)
-        return call._replace(hidden_states=x, w1=w1, w2=w2, autocast=dtype)
+        return call._replace(hidden_states=x, w1=w1, w2=w2)
 
     def _enter(self, call: Call) -> Decision:
         """Check the arguments, and decide what gradients the call has."""

@@ -42,7 +42,7 @@ class ParamWrapper(nn.Module):
     def _add(self, names: list[str], sign: int) -> None:
         weight = getattr(_peft.wrappers_of(self)[1], self.parameter_name)
         for name in names:
-            weight.data += sign * delta(self, name)
+            weight.data += sign * delta(self, name).to(weight.device)
 
     def merge(self) -> None:
         self._add(self.active_adapters, 1)
