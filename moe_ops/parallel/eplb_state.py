@@ -77,8 +77,9 @@ class EplbState(EplbTensors):
                 physical experts are in this process.
 
         Raises:
-            TypeError: a ``group`` of another kind.
-            ValueError: ``num_experts + num_redundant_experts`` is not a multiple of ``ep_size``; a
+            TypeError: a ``group`` of another kind; sizes that are no integers.
+            ValueError: a negative ``num_layers``; no device of this name;
+                ``num_experts + num_redundant_experts`` is not a multiple of ``ep_size``; a
                 ``group`` of another number of ranks, or that this process is not in.
         """
         ranks = None if group is None else process_group(group)

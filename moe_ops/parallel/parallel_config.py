@@ -159,6 +159,7 @@ class FusedMoEParallelConfig:
             **options: the keywords of `make` after the ranks.
 
         Raises:
+            TypeError: ``mesh`` is no `DeviceMesh`.
             ValueError: a dimension of another name, or another order.
         """
         checks.instance("mesh", mesh, DeviceMesh)

@@ -36,10 +36,10 @@ def run_micro_batches(
     for following in (*calls[1:], None):
         if not waiting:
             break
-        call, prepared = waiting.pop()
+        original, prepared = waiting.pop()
         if following is not None:
             waiting.append((following, kernel.start_prepare(following)))
-        call, rows = kernel.run_experts(call, prepared)
+        call, rows = kernel.run_experts(original, prepared)
         results += [kernel.finish(*step) for step in travelling]
-        travelling = [(call, kernel.start_finalize(call, rows))]
+        travelling = [(original, kernel.start_finalize(call, rows))]
     return results + [kernel.finish(*step) for step in travelling]

@@ -132,6 +132,11 @@ def test_autocast(kind, device):
         parts = moe_ops.pipeline.run_micro_batches(s.kernel, [Call(**s.arguments())])
         with torch.no_grad():
             assert torch.equal(s.apply(), out)
+            both = s.kernel.prepare_finalize, s.kernel.fused_experts
+            inplace, x = moe_ops.FusedMoEKernel(*both, inplace=True), rows.detach().clone()
+            calls = [Call(**s.arguments(hidden_states=x))]
+            (written,) = moe_ops.pipeline.run_micro_batches(inplace, calls)
+            assert written is x and torch.equal(x, out.float())
     expected = near.apply()
     assert torch.equal(out, expected) and torch.equal(narrow, out) and torch.equal(parts[0], out)
     expected = gradients(expected, near.inputs, grad)
