@@ -33,6 +33,7 @@ from moe_ops.bench.problems import (
 from moe_ops.brief import aligned
 from moe_ops.inspect.devices import GPUS, TARGETS, TargetDevice, target_named, target_of
 from moe_ops.scheme import SCHEMES, UNQUANTIZED, Scheme
+from moe_ops.tuning.files import check_writable
 
 Value = TypeVar("Value")
 OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
@@ -144,7 +145,7 @@ def parser(
     )
     add(
         "--output",
-        type=Path,
+        type=checked(_writable),
         default=default_output(),
         help="folder of the records (default: benchmarks/results in a checkout with a GPU)",
     )
@@ -182,6 +183,12 @@ def gpu_named(name: str) -> TargetDevice:
     here = target_of(torch.device("cuda")) if torch.cuda.is_available() else target
     same = here.name == target.name and (name in TARGETS or here.gpu == target.gpu)
     return here if same else target
+
+
+def _writable(name: str) -> Path:
+    """A folder to which records can be written."""
+    check_writable(Path(name), hint="")
+    return Path(name)
 
 
 def _this_machines(name: str) -> TargetDevice:

@@ -59,9 +59,11 @@ def read_config(path: str | Path) -> Problem:
     declared = in_folder(file.parent) if file.name == CONFIG else in_config(config, file)
     scheme = _scheme_name(declared, merged, sizes["num_experts"])
     name = file.resolve().parent.name if file.name == CONFIG else file.stem
-    return Problem(
-        name, **sizes, timed=False, activation=_activation_key(merged, file), scheme=scheme
-    )
+    activation = _activation_key(merged, file)
+    try:
+        return Problem(name, **sizes, timed=False, activation=activation, scheme=scheme)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _size(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int:
@@ -77,6 +79,11 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...], file: Path) -> int:
             value = sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else value
         if value is None:
             continue
+        if isinstance(value, list):
+            raise ValueError(
+                f"{file}: {name} must be one number for all experts, got {value}; use --sizes "
+                "E,k,H,I for one kind of them"
+            )
         if type(value) is not int or value < 1:
             raise ValueError(f"{file}: {name} must be a positive integer, got {value!r}")
         return value

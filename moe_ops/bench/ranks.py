@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     """Run the command; returns its exit status."""
     args = options(arguments, prog)
     if torch.cuda.device_count() < args.ranks:
-        print(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
+        there = torch.cuda.device_count()
+        print(f"--ranks {args.ranks} needs as many GPUs, found {there}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_run_rank, (args, f"{folder}/store"), nprocs=args.ranks)

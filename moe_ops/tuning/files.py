@@ -36,6 +36,7 @@ class Hooks(NamedTuple):
 
 
 NO_HOOKS = Hooks()
+OF_TUNED_FILES = f"; --output or {tuned.VARIABLE} names another one for tuned files"
 
 
 def default_folder() -> Path:
@@ -51,7 +52,7 @@ def default_folder() -> Path:
     return Path(tuned.FOLDER)
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, hint: str = OF_TUNED_FILES) -> None:
     """Check that files can be written to a folder, or that it can be made. Makes nothing.
 
     Raises:
@@ -63,8 +64,7 @@ def check_writable(folder: Path) -> None:
             return
     except OSError as error:
         raise ValueError(
-            f"the folder must be writable, got {folder} ({error.strerror or error}); --output or "
-            f"{tuned.VARIABLE} names another one for tuned files"
+            f"the folder must be writable, got {folder} ({error.strerror or error}){hint}"
         ) from None
 
 

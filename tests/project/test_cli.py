@@ -358,7 +358,13 @@ def test_bench_of_many_ranks_needs_the_gpus(capsys):
     assert exit_code(["bench", "--ranks", "99", "--scheme", "fp7"]) == 2
     assert "scheme must be one of" in capsys.readouterr().err
     assert exit_code(["bench", "--ranks", "99", *SIZES.split()]) == 2
-    assert "--ranks 99 needs as many GPUs" in capsys.readouterr().out
+    assert "--ranks 99 needs as many GPUs" in capsys.readouterr().err
+
+
+def test_bench_checks_its_folder_before_the_first_case(capsys):
+    command = ["bench", *SIZES.split(), "--output", "/dev/null/records"]
+    assert exit_code(command) == 2
+    assert "--output: the folder must be writable, got /dev/null" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
