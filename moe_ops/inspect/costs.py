@@ -60,7 +60,10 @@ class Cost:
 
 
 def cost_in_parts(cost: Callable[[int], Cost], num_tokens: int, most: int | None) -> Cost:
-    """`cost` of a call whose experts get at most ``most`` tokens at a time; None: all of them."""
+    """The cost of a call whose experts get at most ``most`` tokens at a time; None: all of them.
+
+    ``cost`` returns the cost of a number of tokens at once.
+    """
     if most is None or num_tokens <= most:
         return cost(num_tokens)
     count, rest = divmod(num_tokens, most)

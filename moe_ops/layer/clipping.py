@@ -96,7 +96,7 @@ def _first_rows(grad: Tensor, first: Tensor | None, norm_type: float) -> Tensor:
     if first is None:
         return grad
     rows: Any = torch.linalg.vector_norm(grad.flatten(1), norm_type, 1, dtype=torch.float32)
-    return torch.where(first, _of_all_shards(rows), 0)
+    return torch.where(first, _of_all_shards(rows), 0)  # infinity times 0 would be NaN
 
 
 def _of_all_shards(x: Any) -> Tensor:

@@ -135,7 +135,7 @@ def in_config(config: Mapping[str, Any], file: Path) -> Declared:
         if isinstance(entry, Mapping):
             method, dtype = entry.get("quant_method"), entry.get("expert_dtype", dtype)
             if method == OWN or (method == "compressed-tensors" and OWN in config):
-                method, entry = OWN, config.get(OWN)  # exact, where the words say less
+                method, entry = OWN, config.get(OWN)  # it is exact; those words need not be
         statements.append(Statement(file, method, entry))
     return Declared(tuple(statements), None if dtype is None else (file, dtype))
 

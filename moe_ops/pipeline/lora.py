@@ -230,7 +230,10 @@ def expert_lora(
 
 
 def _slots_of_a_row(rows: Tensor, topk_ids: Tensor) -> int:
-    """Slots per row: k for tokens, 1 for slots; what holds only for some sizes adds a guard."""
+    """Slots per row: k for tokens, 1 for slots.
+
+    What holds for all sizes comes first: under a compiler, every other comparison adds a guard.
+    """
     (tokens, k), count = topk_ids.shape, rows.shape[0]
     if k == 1 or always(count == tokens):
         return k

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -44,10 +44,10 @@ class Peaks:
             gate: see `gated_experts`.
             weight_on_input: whether router weights scale the tokens, as in `fused_experts`.
         """
-        at, calls = hidden_states.device, iter([(plain, routing)])
-        if plain.w1.device != at:
-            calls = in_parts(plain, routing, at)
-        for experts, slots in calls:
+        parts: Iterable[tuple[PlainExperts, Routing]] = [(plain, routing)]
+        if plain.w1.device != hidden_states.device:
+            parts = in_parts(plain, routing, hidden_states.device)
+        for experts, slots in parts:
             self._observe(hidden_states, experts, slots, gate, weight_on_input=weight_on_input)
 
     def _observe(
