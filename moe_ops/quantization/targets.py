@@ -80,7 +80,10 @@ class Target(ABC):
         plain, sizes, quant = self.weights(), self.sizes(), scheme.weight
         for name, w in zip(PlainExperts._fields, plain, strict=True):
             if w is not None and w.is_meta:
-                raise ValueError(f"{self.full_name} must hold numbers, got {name} on meta")
+                raise ValueError(
+                    f"{self.full_name} must hold numbers, got {name} on meta (a device_map that "
+                    "offloads to the CPU or the disk leaves it there)"
+                )
         width = sizes.intermediate_size
         per_byte = 1 if quant is None else quant.element.values_per_byte
         if sizes.hidden_size % per_byte or width % per_byte:

@@ -26,6 +26,13 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.neg().exp_().add_(1).reciprocal_()
 
 
+def gelu_bend(x: Tensor, rule: Formula) -> Tensor:
+    """The t of ``gelu(x) = x / 2 * (1 + t)``; `F.gelu` rounds the last elements differently."""
+    if rule.function == "gelu_tanh":
+        return torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+    return torch.erf(x * math.sqrt(0.5))
+
+
 def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
     """Apply the formula to gate and up, in their dtype."""
     if rule.limit is not None:
@@ -44,7 +51,7 @@ def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
     elif rule.function == "relu2":
         value = F.relu(g).square()
     else:
-        value = F.gelu(g, approximate="tanh" if rule.function == "gelu_tanh" else "none")
+        value = gelu_bend(g, rule).add_(1).mul_(0.5).mul_(g)
     return value if u is None else value * u
 
 
@@ -73,12 +80,11 @@ def gate_derivative(g: Tensor, rule: Formula) -> tuple[Tensor, Tensor]:
     if rule.function == "relu2":
         x = F.relu(g)
         return x * x, 2 * x
+    t = gelu_bend(g, rule)
+    half = 0.5 * (1 + t)
     if rule.function == "gelu_tanh":
-        factor = math.sqrt(2 / math.pi)
-        t = torch.tanh(factor * (g + 0.044715 * g * g * g))
-        inner = factor * (1 + 3 * 0.044715 * g * g)
-        return 0.5 * g * (1 + t), 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * inner
-    half = 0.5 * (1 + torch.erf(g * math.sqrt(0.5)))
+        inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * g * g)
+        return g * half, half + 0.5 * g * (1 - t * t) * inner
     return g * half, half + g * torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
 
 

@@ -45,4 +45,4 @@ def eplb_map_to_physical_and_record(
     at, dtype = torch.where(counted, physical, 0).flatten(), expert_load_view.dtype
     load = expert_load_view.long().scatter_add(0, at, counted.flatten().long())
     expert_load_view.copy_(load.clamp(max=torch.iinfo(dtype).max))
-    return narrowed(physical, indices_type)
+    return narrowed(physical, indices_type).contiguous()
