@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops import sizes
+from moe_ops import checks, sizes
 
 
-def _routing(gating_output: Tensor, topk: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _routing(
+    gating_output: Tensor, topk: int, scoring_func: str = "softmax", bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Check the arguments of a top-k; ``(T, k)`` float32 weights and int32 ids."""
+    checks.one_of("scoring_func", scoring_func, checks.SCORING_FUNCS)
     sizes.axes("gating_output", gating_output, 2)
     tokens, num_experts = gating_output.shape
     sizes.num_experts("gating_output.shape[1]", num_experts)
@@ -31,7 +34,7 @@ def fused_topk(
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """``topk`` slots per token."""
-    return _routing(gating_output, topk, e_score_correction_bias)
+    return _routing(gating_output, topk, scoring_func, e_score_correction_bias)
 
 
 def grouped_topk(
@@ -45,7 +48,7 @@ def grouped_topk(
     topk_group: int,
 ) -> tuple[Tensor, Tensor]:
     """``topk`` slots per token."""
-    result = _routing(gating_output, topk, e_score_correction_bias)
+    result = _routing(gating_output, topk, scoring_func, e_score_correction_bias)
     check_groups(gating_output.shape[1], topk, num_expert_group, topk_group)
     return result
 
@@ -71,7 +74,7 @@ def hash_topk(
     sizes.axes("table", table, 2)
     words, topk = table.shape
     sizes.in_range("table.shape[0]", words, 0, 2**31 - 1)
-    result = _routing(gating_output, topk)
+    result = _routing(gating_output, topk, scoring_func)
     sizes.shaped("input_ids", input_ids, gating_output.shape[0])
     return result
 
@@ -92,7 +95,7 @@ def topk_backward(
     """``(T, E)`` in the dtype of ``gating_output``."""
     sizes.axes("topk_ids", topk_ids, 2)
     tokens, topk = topk_ids.shape
-    _routing(gating_output, topk)
+    _routing(gating_output, topk, scoring_func)
     sizes.equal("topk_ids.shape[0]", tokens, gating_output.shape[0])
     sizes.shaped("grad", grad, tokens, topk)
     return gating_output.new_empty(gating_output.shape)

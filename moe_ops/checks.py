@@ -18,6 +18,9 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
+SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
+"""Scoring functions ``f`` of ``s = f(logits)``, rounded to float32: softmax over all experts, the
+logistic function, ``sqrt(softplus(x))``."""
 MAX_EXPERTS = 4096
 MAX_SIZE = 2**31 - 1
 LARGEST_FACTOR = torch.finfo(torch.float32).max

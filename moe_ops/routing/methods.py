@@ -5,10 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from moe_ops import checks
-
-SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
-"""Scoring functions ``f`` of ``s = f(logits)``, rounded to float32: softmax over all experts, the
-logistic function, ``sqrt(softplus(x))``."""
+from moe_ops.checks import SCORING_FUNCS
 
 
 class RoutingMethodType(IntEnum):

@@ -177,6 +177,13 @@ def test_block_sizes(rows, device):
         ops.moe_align_block_size(**tree_map_only(torch.Tensor, mode.from_tensor, call))
 
 
+@pytest.mark.parametrize("name", ["fused_topk", "grouped_topk", "hash_topk", "topk_backward"])
+def test_scoring_functions(name, device):
+    call = {**called(name, device)[0], "scoring_func": "softmaxx"}
+    with pytest.raises(ValueError, match="scoring_func must be .*did you mean 'softmax'"):
+        overload(name)(**call)
+
+
 NUMBERS = {
     "fused_topk": "topk", "grouped_topk": "num_expert_group",
     "adjust_routing": "num_shared_experts",

@@ -146,7 +146,8 @@ def routing_samples(x, weights, ids):
             (ids, load, replicas, replicas.ne(-1).sum(1), None, None, torch.int64, 0),
             (ids.long(), load.long(), replicas, replicas.ne(-1).sum(1).int(),
              torch.tensor(True, device=device), valid, I32, 3),
-            (ids, load, replicas, replicas.ne(-1).sum(1), None, None, I32, 0, valid),
+            (ids.t().contiguous().t(), load, replicas, replicas.ne(-1).sum(1), None, None, I32, 0,
+             valid),
         ],
     }  # fmt: skip
 

@@ -29,7 +29,7 @@ def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
     owner, number = residency_of(operands.weight.host)
     _, topk_ids, expert_map = operands.tiles
     num_ids = topk_ids.numel()
-    plan = dense(plan_to_read(operands.tiles, num_ids, owner.num_experts))
+    plan = plan_to_read(operands.tiles, num_ids, owner.num_experts)
     tiles = plan, topk_ids.contiguous(), dense(expert_map)
     most = wave_slots(owner.num_experts, owner.num_slots, num_ids)
     own = owner.take_ahead(operands.tiles) if number == 1 else None

@@ -326,7 +326,8 @@ def rows_in_16_bits(operands: GemmOperands, problem: GemmProblem) -> tuple[Tenso
         return operands.a, None
     plan, topk_ids, expert_map = operands.tiles
     if problem.row_scales == "group":
-        named_by = plan if topk_ids is None else None  # rows grouped by expert may be padding
+        # Rows that are grouped by expert may be padding.
+        named_by = dense(plan) if topk_ids is None else None
         rows = plain_rows(
             operands.a,
             operands.a_scale,
