@@ -55,3 +55,13 @@ def aligned(
         ).rstrip()
         for line in lines
     )
+
+
+def byte_count(number: int | None) -> str:
+    """A number of bytes with four digits and its unit; None: "-"."""
+    if number is None:
+        return "-"
+    size, units = float(number), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.4g} {units[0]}"

@@ -12,27 +12,17 @@ import torch
 
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
-from moe_ops.brief import aligned
+from moe_ops.brief import aligned, byte_count
 from moe_ops.dispatch.families import BY_NAME
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
 from moe_ops.inspect.costs import Cost, cost_in_parts, cost_of
 from moe_ops.inspect.devices import TargetDevice, target_named, target_of
 from moe_ops.inspect.host_costs import HIT_RATES, HOST_GBPS, HostCosts, host_costs
-from moe_ops.inspect.traffic import (
-    SAME,
-    SPARE,
-    Link,
-    Traffic,
-    fastest,
-    gathered_copies,
-    link_of,
-    rank_copies,
-    slot_copies,
-    traffic_of,
-)
+from moe_ops.inspect.traffic import Link, Traffic, exchange_table, fastest, link_of, traffic_of
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.forms import multiplies_fp8
+from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.selection import (
     CANDIDATES,
     Candidate,
@@ -64,7 +54,8 @@ class Explanation:
     rows: tuple[Candidate, ...]
     """Every implementation, in order of preference."""
     choice: str | None
-    """Name of the implementation that is chosen; None: none serves this configuration."""
+    """Name of the implementation that is chosen, or of the experts of a kernel that a layer was
+    given; None: none serves this configuration."""
     prepare_finalize: str | None
     activation_format: str
     costs: tuple[Cost, ...]
@@ -112,7 +103,9 @@ class Explanation:
         return json.dumps(parts, indent=1)
 
     def __str__(self) -> str:
-        parts = (self._head(), self._why(), self._table(), self._notes(), self._exchanges())
+        parts = [self._head(), self._why(), self._table(), self._notes()]
+        if self.exchanges:
+            parts.append(exchange_table(self.config, self.exchanges, self.link))
         host = "" if self.host is None else str(self.host)
         return "\n\n".join(filter(None, (*parts, host)))
 
@@ -154,10 +147,10 @@ class Explanation:
                     _tile(cost.gemm1),
                     _tile(cost.gemm2),
                     f"{cost.active_experts:.1f}",
-                    *map(_bytes, moved),
+                    *map(byte_count, moved),
                     f"{cost.flops / 1e9:.4g}",
                     "-" if cost.floor_us is None else f"{cost.floor_us:.1f}",
-                    _bytes(cost.workspace_bytes),
+                    byte_count(cost.workspace_bytes),
                 ]
             )
         return aligned(lines)
@@ -220,43 +213,6 @@ class Explanation:
             return []
         return [f"weights: {form}; a layer whose rows are all exact as fp8 runs as {as_fp8.name}"]
 
-    def _exchanges(self) -> str:
-        """The table of what exchanges send, and its notes."""
-        if not self.exchanges:
-            return ""
-        config, link = self.config, self.link
-        ranks, top_k = config.moe_parallel_config.layer_size, config.experts_per_token
-        named = config.moe_parallel_config.all2all_backend
-        lines = [["tokens", "exchange", "", "rows sent", "there", "back", f"us on {link.name}"]]
-        for rows in self.exchanges:
-            best = fastest(rows)
-            for row in rows:
-                mark = "chosen" if row.backend == SAME.get(named, named) else ""
-                mark = ", ".join(filter(None, (mark, "fastest" if row.backend == best else "")))
-                time = "-" if row.time_us is None else f"{row.time_us:.1f}"
-                moved = (_bytes(row.dispatch_bytes), _bytes(row.combine_bytes), time)
-                name = row.backend
-                if row.capacity_factor is not None:
-                    name += f", capacity_factor {row.capacity_factor:.2f}"
-                lines.append([str(row.num_tokens), name, mark, f"{row.copies:.2f}", *moved])
-        per_rank = gathered_copies(ranks)
-        if config.moe_parallel_config.use_ep:
-            per_rank = rank_copies(ranks, top_k, config.num_experts)
-        notes = [
-            "rows sent: that leave a rank for each of its tokens, each way, with padding",
-            f"least rows over {ranks} ranks: {gathered_copies(ranks):.2f} if all tokens are "
-            f"gathered, {slot_copies(ranks, top_k):.2f} for one a slot, {per_rank:.2f} for one to "
-            "each rank of its experts",
-            "there, back: bytes that leave a rank; us: both ways, with the least time of each "
-            "collective",
-            f"capacity_factor: room for {SPARE} standard deviations of uniform routing",
-            "alltoall: without the time for which the host waits; symmetric: in one NVLink domain",
-            "symmetric in the Batched format: never chosen, it nearly always took longer on two "
-            "and four H200",
-            f"{link.name}: {link.source}",
-        ]
-        return "\n".join((aligned(lines, left=3), *notes))
-
     def _tiles_from(self) -> list[str]:
         """One line for each source of tiles; if there are several, with the GEMMs that use it."""
         users: dict[str, list[str]] = {}
@@ -310,7 +266,7 @@ def explain(
     Args:
         config: the layer: a configuration, or a `FusedMoE`, of which the explanation also says
             whether its MXFP4 weights are exact as fp8, and whether they are held so (with
-            ``device``: whether they would be).
+            ``device``: whether they would be). A layer whose ``kernel`` was set runs on that.
         scheme: a name, a `Scheme` or a `FusedMoEQuantConfig`; None for a `FusedMoE`.
         num_tokens: token counts to explain.
         device: a name such as ``sm_90`` or ``h100`` (see `moe_ops.inspect.devices.target_named`)
@@ -327,7 +283,7 @@ def explain(
 
     Raises:
         ValueError: an unknown scheme, device or link, a number of tokens that is not positive,
-            ``resident`` outside its range.
+            ``resident`` outside its range, ``candidates`` for a layer whose kernel was set.
     """
     layer = _LayerFacts()
     if hasattr(config, "exact_fp8_rows"):
@@ -347,17 +303,14 @@ def explain(
         config = replace(config, device=target.torch_device())
     quant = as_quant_config(scheme)
     capability = None if device is None or target.facts is None else target.facts.arch
-    rows = judge(config, quant.scheme, candidates, capability)
-    choice = chosen(rows, candidates)
-    kernel = None
-    if choice is not None:
-        kernel = build(choice, config, quant, most_tokens=max(num_tokens, default=1))
+    most_tokens = max(num_tokens, default=1)
+    rows, kernel = _serving(config, quant, candidates, capability, layer.kernel, most_tokens)
     costs, exchanges, link, host = [], [], link_of(link), None
     if resident is not None:
         host = host_costs(config, quant.scheme, resident, num_tokens, host_gbps, layer.shared)
     if kernel is not None:
         experts = kernel.fused_experts
-        most = _most_tokens(config, layer)
+        most = _most_tokens(config, kernel, layer)
         cost = partial(cost_of, config, quant.scheme, experts, target, layer.shared)
         costs = [cost_in_parts(cost, number, most) for number in num_tokens]
         if config.moe_parallel_config.exchanges_tokens:
@@ -368,9 +321,9 @@ def explain(
         scheme=quant.scheme,
         target=target,
         rows=rows,
-        choice=None if choice is None else choice.__name__,
+        choice=None if kernel is None else type(kernel.fused_experts).__name__,
         prepare_finalize=None if kernel is None else type(kernel.prepare_finalize).__name__,
-        activation_format=wanted_format(config).value[0],
+        activation_format=_format_of(config, kernel).value[0],
         costs=tuple(costs),
         link=link,
         exact_rows=layer.exact,
@@ -388,14 +341,46 @@ class _LayerFacts(NamedTuple):
     chunk_size: int | None = None
     shared: int = 0
     """Shared experts, which every token has."""
+    kernel: FusedMoEKernel | None = None
+    """The kernel that was set."""
 
 
-def _most_tokens(config: FusedMoEConfig, layer: _LayerFacts) -> int | None:
+def _serving(
+    config: FusedMoEConfig,
+    quant: FusedMoEQuantConfig,
+    candidates: Sequence[Experts],
+    capability: int | None,
+    own: FusedMoEKernel | None,
+    most_tokens: int,
+) -> tuple[tuple[Candidate, ...], FusedMoEKernel | None]:
+    """What each class says, and the kernel that runs: a layer's ``own``, else one of the choice."""
+    if own is not None:
+        if candidates is not CANDIDATES:
+            raise ValueError(
+                "candidates must be left out for a layer whose kernel was set, got "
+                f"{[cls.__name__ for cls in candidates]}"
+            )
+        alone = (type(own.fused_experts),)
+        return judge(config, quant.scheme, alone, capability, _format_of(config, own)), own
+    rows = judge(config, quant.scheme, candidates, capability)
+    choice = chosen(rows, candidates)
+    return rows, None if choice is None else build(choice, config, quant, most_tokens)
+
+
+def _format_of(config: FusedMoEConfig, kernel: FusedMoEKernel | None) -> FusedMoEActivationFormat:
+    return wanted_format(config) if kernel is None else kernel.fused_experts.activation_format()
+
+
+def _most_tokens(config: FusedMoEConfig, kernel: FusedMoEKernel, layer: _LayerFacts) -> int | None:
     """The most tokens that the experts of one rank get at a time; None: all of them."""
     if config.moe_parallel_config.exchanges_tokens:
         return None
-    is_batched = wanted_format(config) is FusedMoEActivationFormat.BatchedExperts
-    return config.max_num_tokens if is_batched else layer.chunk_size
+    limits = (
+        kernel.prepare_finalize.max_num_tokens_per_rank(),
+        kernel.chunk_size,
+        layer.chunk_size,
+    )
+    return min(filter(None, limits), default=None)
 
 
 def _of_layer(
@@ -411,7 +396,8 @@ def _of_layer(
             held = exact_fp8_scheme(held)
     config, shared = layer.moe_config, layer.routing["num_fused_shared_experts"]
     config = replace(config, experts_per_token=config.experts_per_token + shared)
-    return config, held, _LayerFacts(exact, layer.resident_experts, layer.chunk_size, shared)
+    resident, chunk = layer.resident_experts, layer.chunk_size
+    return config, held, _LayerFacts(exact, resident, chunk, shared, layer.state.kernel)
 
 
 def _json_value(value: object) -> object:
@@ -429,12 +415,3 @@ def _tile(tiles: KernelTiles | None) -> str:
         return f"{tiles.kernel} {tiles.block_m}x{tiles.block_n} /{tiles.num_stages}{schedule}"
     sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.block_k}"
     return f"{sizes} /{tiles.num_warps} /{tiles.num_stages}"
-
-
-def _bytes(number: int | None) -> str:
-    if number is None:
-        return "-"
-    size, units = float(number), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.4g} {units[0]}"

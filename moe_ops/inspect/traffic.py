@@ -7,6 +7,7 @@ from math import ceil, comb, sqrt
 from typing import NamedTuple
 
 from moe_ops import checks
+from moe_ops.brief import aligned, byte_count
 from moe_ops.parallel.parallel_config import GATHERING_BACKENDS
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.fixed_capacity import capacity_of
@@ -187,6 +188,49 @@ def fastest(rows: Sequence[Traffic]) -> str | None:
     """The backend that takes the least time; None: none runs on the link."""
     timed = [(row.time_us, row.backend) for row in rows if row.time_us is not None]
     return min(timed)[1] if timed else None
+
+
+def exchange_table(
+    config: FusedMoEConfig, exchanges: Sequence[Sequence[Traffic]], link: Link
+) -> str:
+    """Return the table of what every way to exchange tokens sends, and its notes.
+
+    Args:
+        config: the layer.
+        exchanges: `traffic_of` of each number of tokens.
+        link: what joins the ranks.
+    """
+    ranks, top_k = config.moe_parallel_config.layer_size, config.experts_per_token
+    named = config.moe_parallel_config.all2all_backend
+    lines = [["tokens", "exchange", "", "rows sent", "there", "back", f"us on {link.name}"]]
+    for rows in exchanges:
+        best = fastest(rows)
+        for row in rows:
+            mark = "chosen" if row.backend == SAME.get(named, named) else ""
+            mark = ", ".join(filter(None, (mark, "fastest" if row.backend == best else "")))
+            time = "-" if row.time_us is None else f"{row.time_us:.1f}"
+            moved = (byte_count(row.dispatch_bytes), byte_count(row.combine_bytes), time)
+            name = row.backend
+            if row.capacity_factor is not None:
+                name += f", capacity_factor {row.capacity_factor:.2f}"
+            lines.append([str(row.num_tokens), name, mark, f"{row.copies:.2f}", *moved])
+    per_rank = gathered_copies(ranks)
+    if config.moe_parallel_config.use_ep:
+        per_rank = rank_copies(ranks, top_k, config.num_experts)
+    notes = [
+        "rows sent: that leave a rank for each of its tokens, each way, with padding",
+        f"least rows over {ranks} ranks: {gathered_copies(ranks):.2f} if all tokens are "
+        f"gathered, {slot_copies(ranks, top_k):.2f} for one a slot, {per_rank:.2f} for one to "
+        "each rank of its experts",
+        "there, back: bytes that leave a rank; us: both ways, with the least time of each "
+        "collective",
+        f"capacity_factor: room for {SPARE} standard deviations of uniform routing",
+        "alltoall: without the time for which the host waits; symmetric: in one NVLink domain",
+        "symmetric in the Batched format: never chosen, it nearly always took longer on two "
+        "and four H200",
+        f"{link.name}: {link.source}",
+    ]
+    return "\n".join((aligned(lines, left=3), *notes))
 
 
 def link_of(link: str | Link) -> Link:

@@ -133,9 +133,13 @@ def judge(
     scheme: Scheme,
     candidates: Sequence[Experts],
     capability: int | None = None,
+    activation_format: FusedMoEActivationFormat | None = None,
 ) -> tuple[Candidate, ...]:
-    """Ask each class whether it serves a configuration; the GPU need not be in this machine."""
-    keys = (scheme.weight, scheme.activation, wanted_format(config))
+    """Ask each class whether it serves a configuration; the GPU need not be in this machine.
+
+    ``activation_format``: the format of the rows; None: the one that the configuration asks for.
+    """
+    keys = (scheme.weight, scheme.activation, activation_format or wanted_format(config))
     elsewhere = () if capability is None else (capability,)
     rows = []
     for cls in candidates:

@@ -307,3 +307,25 @@ def test_calls_in_parts():
             assert getattr(many, name) == getattr(rest, name) == getattr(one, name)
     assert "64 tokens: in 16 parts" in str(moe_ops.explain(chunked, device="h100"))
     assert "parts" not in str(moe_ops.explain(plain, device="h100"))
+
+
+def test_a_kernel_that_was_set():
+    """It is what runs: its experts, its format and its parts are explained, and not a choice."""
+    layer = moe_ops.FusedMoE(8, 2, 64, 32, chunk_size=48)
+    quant, parts = moe_ops.FusedMoEQuantConfig("unquantized"), moe_ops.pipeline
+    own = parts.GroupedGemmExperts(layer.moe_config, quant)
+    layer.kernel = moe_ops.FusedMoEKernel(parts.MoEPrepareAndFinalizeNoEP(), own, chunk_size=40)
+    found = moe_ops.explain(layer, num_tokens=(40, 100), device="h100")
+    assert [row.implementation for row in found.rows] == [found.choice] == ["GroupedGemmExperts"]
+    assert [cost.parts for cost in found.costs] == [1, 3]
+    assert "standard format: GroupedGemmExperts behind MoEPrepareAndFinalizeNoEP" in str(found)
+    with pytest.raises(
+        ValueError, match=r"candidates must be left out.*got \['GroupedGemmExperts'\]"
+    ):
+        moe_ops.explain(layer, candidates=[parts.GroupedGemmExperts])
+
+    batched = parts.BatchedTritonExperts(layer.moe_config, quant, 30, 1)
+    layer.kernel = moe_ops.FusedMoEKernel(parts.BatchedPrepareAndFinalize(30, 8, 1, 0), batched)
+    found = moe_ops.explain(layer, num_tokens=(30, 31))
+    assert found.activation_format == "batched_experts" and found.rows[0].supported
+    assert [cost.parts for cost in found.costs] == [1, 2]
