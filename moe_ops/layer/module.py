@@ -138,6 +138,9 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         self.routing = chosen.routing(self.global_num_experts)
         self.num_logits = num_experts + chosen.zero_expert_num
         self.routes_plainly, self.shared_experts = chosen.routes_plainly(), chosen.shared_experts
+        router = chosen.custom_routing_function
+        if isinstance(router, torch.nn.Module):  # whose parameters are the layer's
+            self.custom_routing_function = router
         if self.exchanges_tokens:
             self.quant_method.exchange = self._exchange_of(chosen, num_experts)
         self._begin()

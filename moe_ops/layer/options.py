@@ -88,7 +88,7 @@ class FusedMoEOptions:
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
-    """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``."""
+    """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``; it may be a module."""
     scoring_func: str = "softmax"
     """``softmax``, ``sigmoid`` or ``sqrtsoftplus``."""
     routed_scaling_factor: float = 1

@@ -367,3 +367,25 @@ def test_a_token_has_no_more_slots_than_there_are_experts():
     """Beside zero experts, which are no experts to any operator."""
     with pytest.raises(ValueError, match="top_k must be between 1 and the 2 experts, got 3"):
         moe_ops.FusedMoE(2, 3, H, H, zero_expert_num=2, zero_expert_type="identity")
+
+
+class Gate(nn.Module):
+    """A router with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(E))
+
+    def forward(self, hidden_states, gating_output, topk, renormalize):
+        scores = (gating_output + self.bias).softmax(-1)
+        return scores.topk(topk)
+
+
+def test_a_router_that_is_a_module_is_a_part_of_the_layer():
+    layer, (x, logits) = make(custom_routing_function=Gate()), batch()
+    other, bias = copy.deepcopy(layer), 3 * torch.arange(E).float()
+    for each, value in ((layer, torch.zeros(E)), (other, bias)):
+        each.load_state_dict({**each.state_dict(), "custom_routing_function.bias": value})
+    assert torch.equal(other(x, logits), layer(x, logits + bias))
+    other(x, logits).sum().backward()
+    assert other.get_parameter("custom_routing_function.bias").grad.abs().sum() > 0
