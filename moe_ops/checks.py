@@ -151,13 +151,15 @@ def device_scalar(
     same_device(name, x, other_name, other)
 
 
-def topk_pair(topk_weights: Tensor, ids: Tensor, name: str = "topk_ids") -> None:
+def topk_pair(
+    topk_weights: Tensor, ids: Tensor, name: str = "topk_ids", weights_name: str = "topk_weights"
+) -> None:
     """Check ``(T, k)`` weights and ids (or rows) against each other."""
     tensor(name, ids, 2, INDICES)
-    tensor("topk_weights", topk_weights, 2, FLOATS)
-    size("topk_weights.shape[1]", topk_weights.shape[1], f"{name}.shape[1]", ids.shape[1])
-    same_tokens("topk_weights", topk_weights, name, ids)
-    same_device("topk_weights", topk_weights, name, ids)
+    tensor(weights_name, topk_weights, 2, FLOATS)
+    size(f"{weights_name}.shape[1]", topk_weights.shape[1], f"{name}.shape[1]", ids.shape[1])
+    same_tokens(weights_name, topk_weights, name, ids)
+    same_device(weights_name, topk_weights, name, ids)
 
 
 def expert_map(expert_map: Tensor | None, like: Tensor, num_experts: int | None = None) -> None:

@@ -66,27 +66,26 @@ def look_into(folder: Any) -> Contents:
         return Contents([], [f"no tuned file is used: {error}"])
     for name in names:
         try:
-            contents.layers.append(_read_layer(folder / name))
+            contents.layers.append(parse_tuned_layer(name, read_file(folder / name)))
         except (OSError, ValueError) as error:
             contents.problems.append(f"a file in {folder} is not used: {error}")
     return contents
 
 
-def _read_layer(file: Any) -> TunedLayer:
-    """The layer of a file.
+def read_file(file: Any) -> str:
+    """The text of a tuned file (a path or a resource).
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: `parse_tuned_layer` rejects the file, or it is not a regular file.
+        ValueError: its name is no tuned file's, it is not a regular file, or it is not UTF-8.
     """
     check_name(file.name)  # before a large file of another program is read
     if not file.is_file():  # reading a pipe would wait for ever
         raise ValueError(f"{file.name}: it must be a regular file, got a folder or a pipe")
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")  # type: ignore[no-any-return]
     except UnicodeDecodeError as error:
         raise ValueError(f"{file.name}: it must be text in UTF-8, got {error}") from None
-    return parse_tuned_layer(file.name, text)
 
 
 def read_folder(folder: Any) -> list[TunedLayer]:

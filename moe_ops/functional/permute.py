@@ -9,6 +9,9 @@ from moe_ops import checks, ops
 from moe_ops.gradients import inference_only
 from moe_ops.tensors import Permutation
 
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by the bytes of one."""
+
 
 @inference_only
 def moe_permute(
@@ -22,9 +25,9 @@ def moe_permute(
     """Copy each slot's row into the order of the experts; skipped slots come last, as zeros.
 
     Args:
-        hidden_states: ``(T, H)`` of any dtype.
-        a1q_scale: ``(T, G)`` per-token scales, which are permuted too; a single scale is returned
-            as it is.
+        hidden_states: ``(T, H)`` of any real dtype.
+        a1q_scale: ``(T, G)`` per-token scales of any real dtype, which are permuted too; a single
+            scale is returned as it is.
         topk_ids: ``(T, k)`` int32 or int64.
         n_expert: E.
         n_local_expert: El; -1 means E.
@@ -51,22 +54,30 @@ def moe_permute(
     checks.same_tokens("hidden_states", hidden_states, "topk_ids", topk_ids)
     checks.same_device("hidden_states", hidden_states, "topk_ids", topk_ids)
     checks.expert_map(expert_map, topk_ids, n_expert)
+    checks.between(1, checks.MAX_EXPERTS, **{"topk_ids.shape[1]": topk_ids.shape[1]})
+    rows, scales = _movable("hidden_states", hidden_states), None
+    if a1q_scale is not None:
+        checks.tensor("a1q_scale", a1q_scale, None, None)
+    if a1q_scale is not None and a1q_scale.numel() != 1:
+        checks.tensor("a1q_scale", a1q_scale, 2, None)
+        checks.same_tokens("a1q_scale", a1q_scale, "hidden_states", hidden_states)
+        checks.same_device("a1q_scale", a1q_scale, "hidden_states", hidden_states)
+        scales = _movable("a1q_scale", a1q_scale)
     order = Permutation(*ops.moe_permutation(topk_ids, expert_map, num_local_experts))
-
-    def permute(x: Tensor) -> Tensor:
-        return ops.gather_rows(
-            x, order.permuted_idx, order.expert_first_token_offset, topk_ids.shape[1]
-        )
-
+    slots = order.permuted_idx, order.expert_first_token_offset, topk_ids.shape[1]
     scale = a1q_scale
-    if scale is not None:
-        checks.tensor("a1q_scale", scale, None, None)
-    if scale is not None and scale.numel() != 1:
-        checks.tensor("a1q_scale", scale, 2, None)
-        checks.same_tokens("a1q_scale", scale, "hidden_states", hidden_states)
-        checks.same_device("a1q_scale", scale, "hidden_states", hidden_states)
-        scale = permute(scale)
-    return permute(hidden_states), scale, *order
+    if scale is not None and scales is not None:
+        scale = ops.gather_rows(scales, *slots).view(scale.dtype)
+    return ops.gather_rows(rows, *slots).view(hidden_states.dtype), scale, *order
+
+
+def _movable(name: str, x: Tensor) -> Tensor:
+    """The same bytes in a dtype that has kernels and ``new_zeros``: integers for small floats."""
+    if x.is_complex():
+        raise TypeError(f"{name} must have a real dtype, got {x.dtype}")
+    if x.is_floating_point() and x.itemsize > 1:
+        return x  # operators refuse forward-mode derivatives, which integers would drop
+    return x.view(_SAME_SIZE[x.itemsize])
 
 
 @inference_only

@@ -88,7 +88,8 @@ class FusedMoEOptions:
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
-    """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``; it may be a module."""
+    """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``, which may be a module; no
+    other router beside it."""
     scoring_func: str = "softmax"
     """``softmax``, ``sigmoid`` or ``sqrtsoftplus``."""
     routed_scaling_factor: float = 1
@@ -203,7 +204,7 @@ class FusedMoEOptions:
             checks.tensor("e_score_correction_bias", bias, 1, (torch.float32,))
             name, size = "e_score_correction_bias.shape[0]", bias.shape[0]
             checks.size(name, size, "the number of logits", num_logits)
-        self._check_hash(top_k)
+        self._check_router(top_k)
         if self.use_grouped_topk:
             expert_groups(num_logits, self.num_expert_group, self.topk_group, top_k=top_k)
         if self.num_redundant_experts and not self.enable_eplb:
@@ -273,20 +274,20 @@ class FusedMoEOptions:
                 "gate scales results of the shared experts, not their inputs, got True"
             )
 
-    def _check_hash(self, top_k: int) -> None:
-        """Check that the table has ``top_k`` columns and no other router beside it."""
-        table = self.hash_indices_table
-        if table is None:
-            return
-        checks.tensor("hash_indices_table", table, 2, checks.INDICES)
-        size = table.shape[1]
-        checks.size("hash_indices_table.shape[1]", size, "top_k", top_k)
-        for name in ("use_grouped_topk", "custom_routing_function", "e_score_correction_bias"):
-            value = getattr(self, name)
-            if value is not None and value is not False:
-                raise ValueError(
-                    f"{name} must be left out with hash_indices_table, which chooses, got {value}"
-                )
+    def _check_router(self, top_k: int) -> None:
+        """Check that a table has ``top_k`` columns, and that one router chooses."""
+        if self.hash_indices_table is not None:
+            checks.tensor("hash_indices_table", self.hash_indices_table, 2, checks.INDICES)
+            size = self.hash_indices_table.shape[1]
+            checks.size("hash_indices_table.shape[1]", size, "top_k", top_k)
+        for router, other in (("hash_indices_table", "custom_routing_function"),
+                              ("custom_routing_function", "scoring_func")):  # fmt: skip
+            names = ("use_grouped_topk", other, "e_score_correction_bias")
+            for name in names if getattr(self, router) is not None else ():
+                value = getattr(self, name)
+                if isinstance(value, Tensor) or value != getattr(type(self), name):
+                    rule = f"be left out with {router}, which chooses"
+                    raise ValueError(f"{name} must {rule}, got {value}")
 
     def _check_batch_invariant(self) -> None:
         """Raise NotImplementedError for settings that make tokens depend on each other."""

@@ -15,36 +15,48 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops.loading.names import SUFFIX
-from moe_ops.scheme import WHOLE, Quant, Scheme
+from moe_ops.scheme import Group, Quant, Scheme
+from moe_ops.scheme.values import ELEMENTS, SCALE_BITS
 
 INTEGERS = ("int4", "int8", "uint8")
+MICROSCALED = {
+    Quant(ELEMENTS["fp4"], Group(1, 16), "e4m3", global_scale=True): "nvfp4-pack-quantized",
+    Quant(ELEMENTS["fp4"], Group(1, 32), "e8m0"): "mxfp4-pack-quantized",
+    Quant(ELEMENTS["fp8"], Group(1, 32), "e8m0"): "mxfp8-quantized",
+}
+"""Formats of weights with one-byte scales; the format has no other operands with such scales."""
+BY_ELEMENT = {
+    "fp8": ("naive-quantized", "float-quantized"),
+    "int8": ("pack-quantized", "int-quantized"),
+    "uint8": ("pack-quantized", None),
+    "int4": ("pack-quantized", None),
+}
+"""Formats of weights with wider scales: if activations are not quantized, and if they are.
+
+``int-quantized`` has one number per entry, without an offset.
+"""
 
 
 def format_of(scheme: Scheme) -> str | None:
     """Return the name of the format of compressed-tensors that expresses a scheme; None: none does.
 
-    These are the 6-bit floats, which compressed-tensors packs densely, and int4 with e4m3 group
-    scales and a scale per row, which other tools derive from float scales when they load.
+    The format has no word for dynamic scales that are powers of two (``pow2``): others who read
+    such a scheme compute scales of activations that are not rounded up.
     """
-    weight = scheme.weight
-    if weight is None or weight.channel_scale or weight.element.bits == 6:
+    weight, activation = scheme.weight, scheme.activation
+    if weight is None or not (activation is None or _is_expressed(activation)):
         return None
-    if weight.element.name == "fp4":
-        by_scale = {"e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}
-        return by_scale.get(weight.scale) if _is_standard_group(weight) else None
-    if weight.scale == "e8m0":
-        return "mxfp8-quantized" if _is_standard_group(weight) else None
-    if weight.element.name in INTEGERS:
-        if weight.group.rows not in (1, WHOLE) and scheme.activation is None:
-            return None  # blocks of integers are not packed
-        return "pack-quantized" if scheme.activation is None else "int-quantized"
-    return "naive-quantized" if scheme.activation is None else "float-quantized"
+    if SCALE_BITS[weight.scale] == 8:
+        return MICROSCALED.get(weight)
+    form = BY_ELEMENT.get(weight.element.name, (None, None))[activation is not None]
+    blocks_of_words = form == "pack-quantized" and weight.granularity == "block"
+    return None if blocks_of_words else form  # blocks of integers are not packed
 
 
-def _is_standard_group(weight: Quant) -> bool:
-    sizes = {("fp4", "e4m3"): (1, 16), ("fp4", "e8m0"): (1, 32), ("fp8", "e8m0"): (1, 32)}
-    own_scale = weight.global_scale == (weight.scale == "e4m3")
-    return own_scale and sizes.get((weight.element.name, weight.scale)) == weight.group
+def _is_expressed(activation: Quant) -> bool:
+    """Whether the format describes activations: 8 bits with float32 scales, or one-byte scales."""
+    plain = activation.element.bits == 8 and SCALE_BITS[activation.scale] > 8
+    return plain or activation in MICROSCALED
 
 
 def config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:

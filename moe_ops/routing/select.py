@@ -277,9 +277,10 @@ def _custom(
         name = type(routed).__name__
         raise TypeError(f"custom_routing_function must return (weights, ids), got {name}")
     weights, ids = routed
-    checks.topk_pair(weights, ids)
-    checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
-    checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)
+    own = "custom_routing_function's"
+    checks.topk_pair(weights, ids, f"{own} ids", f"{own} weights")
+    checks.size(f"{own} k", ids.shape[1], "top_k", top_k)
+    checks.same_tokens(f"{own} ids", ids, "hidden_states", hidden_states)
     return weights.float() * routed_scaling_factor, ids
 
 

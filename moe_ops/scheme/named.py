@@ -119,6 +119,9 @@ class Scheme:
 
     Two schemes are equal if they mean the same, whatever their names: operators, tuned files and
     caches know a scheme by its `key`.
+
+    Raises:
+        TypeError: an operand that is neither a `Quant` nor None.
     """
 
     name: str
@@ -143,6 +146,9 @@ class Scheme:
     def __post_init__(self) -> None:
         # Attributes, because traced code reads them: Dynamo cannot trace how names are parsed.
         a, w = self.activation, self.weight
+        for which, quant in (("activation", a), ("weight", w)):
+            if not (quant is None or isinstance(quant, Quant)):
+                raise TypeError(f"{which} must be a Quant or None, got {type(quant).__name__}")
         both = a is not None and w is not None and dequantizes_both(a, w)
         derived = {"key": _key(a, w), "dequantizes_both": both}
         derived["refusal"] = refusal(a, w)

@@ -87,8 +87,8 @@ class Quant:
 
     Raises:
         ValueError: an element that is not registered, as kernels know no others; an unknown form of
-            the scale; a group size that is neither positive nor `WHOLE`. (A `Scheme` says whether
-            operators compute what a valid value describes.)
+            the scale; no `Group`, or a size of it that is neither positive nor `WHOLE`. (A `Scheme`
+            says whether operators compute what a valid value describes.)
     """
 
     element: Element
@@ -112,12 +112,15 @@ class Quant:
     """Number of elements along K that share a scale; None: all."""
 
     def __post_init__(self) -> None:
-        if ELEMENTS.get(self.element.name) != self.element:
-            raise ValueError(f"element must be a value of ELEMENTS, got {self.element}")
+        named = ELEMENTS.get(self.element.name) if isinstance(self.element, Element) else None
+        if named is None or named != self.element:
+            raise ValueError(f"element must be a value of ELEMENTS, got {self.element!r}")
         if self.scale not in SCALE_BITS:
             raise ValueError(f"scale must be in {list(SCALE_BITS)}, got {self.scale!r}")
-        if not all(type(n) is int and (n == WHOLE or n > 0) for n in self.group):
-            raise ValueError(f"group must have sizes that are positive or WHOLE, got {self.group}")
+        sizes = self.group if isinstance(self.group, Group) else (None,)
+        if not all(type(n) is int and (n == WHOLE or n > 0) for n in sizes):
+            rule = "be a Group of sizes that are positive or WHOLE"
+            raise ValueError(f"group must {rule}, got {self.group!r}")
         # Not cached properties, which before Python 3.12 take a lock that Dynamo cannot trace.
         rows, cols = ("*" if n == WHOLE else n for n in self.group)
         more = [name for name in _SWITCHES if getattr(self, name)]

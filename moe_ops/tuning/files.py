@@ -69,18 +69,15 @@ def check_writable(folder: Path, hint: str = OF_TUNED_FILES) -> None:
 
 
 def read(subject: Subject, folder: Path) -> dict[str, Any]:
-    """The entries of a layer by number of tokens: those that its file in a folder has.
+    """The entries of a layer by number of tokens: the package's, and those of its file in a folder.
 
-    The user's file takes the place of the package's, so it continues the package's: entries that
-    only the package has are entries of the user's folder, too.
+    A file in the user's folder takes the place of the package's, so it begins with what ships.
 
     Raises:
         ValueError: an invalid file, or a file for another ``top_k``.
     """
-    packaged: dict[str, Any] = {}
-    if tuned.FOLDER is not None and folder == Path(tuned.FOLDER):
-        top_k, packaged = _entries(tuned.PACKAGED / subject.file)
-        packaged = packaged if top_k == subject.top_k else {}
+    top_k, packaged = _entries(tuned.PACKAGED / subject.file)
+    packaged = packaged if top_k == subject.top_k else {}
     top_k, entries = _entries(folder / subject.file)
     if top_k not in (None, subject.top_k):
         raise ValueError(f"{subject.file}: top_k must be {subject.top_k}, got {top_k}")
@@ -91,7 +88,7 @@ def _entries(path: Any) -> tuple[int | None, dict[str, Any]]:
     """``top_k`` and the entries of a file (a path or a resource); None without a file."""
     if not path.is_file():
         return None, {}
-    text = path.read_text(encoding="utf-8")
+    text = tuned.read_file(path)
     top_k, record = parse_tuned_layer(path.name, text).top_k, json.loads(text)
     return top_k, {key: record[key] for key in record if key != "top_k"}
 

@@ -6,7 +6,16 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
-from tune_trials import A100, H200, SCHEMES, Clock, kernel_of, plain_trial, subject
+from tune_trials import (
+    A100,
+    H200,
+    SCHEMES,
+    Clock,
+    kernel_of,
+    nothing_ships,
+    plain_trial,
+    subject,
+)
 from tuned_entries import entry
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain
@@ -19,6 +28,8 @@ from moe_ops.dispatch.tiles import row_tile
 from moe_ops.dispatch.tuned_file import parse_tuned_layer
 from moe_ops.tuning import files
 from moe_ops.tuning.search import DIMENSIONS, MARGIN, Subject, tune_tokens
+
+pytestmark = pytest.mark.usefixtures(nothing_ships.__name__)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -8,16 +8,28 @@ import torch
 from command_line import exit_code
 from conftest import HAS_CUDA, INTERPRETED
 from plans import row_tile
-from tune_trials import A100, H200, PACKED_SCHEMES, SCHEMES, Clock, kernel_of, plain_trial, subject
+from tune_trials import (
+    A100,
+    H200,
+    PACKED_SCHEMES,
+    SCHEMES,
+    Clock,
+    kernel_of,
+    nothing_ships,
+    plain_trial,
+    subject,
+)
+from tuned_entries import entry, own
 
 from moe_ops import cli
-from moe_ops.dispatch.hopper import FETCH
+from moe_ops.dispatch.hopper import FETCH, STREAM
 from moe_ops.dispatch.tuned_file import parse_tuned_layer
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.scheme import is_packed
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial
 
+pytestmark = pytest.mark.usefixtures(nothing_ships.__name__)
 COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--device", "h200"]
 
 
@@ -146,6 +158,21 @@ def test_a_broken_file_is_an_error(clock, tmp_path, capsys):
     (tmp_path / subject().file).write_text('{"top_k": 8, "one": {}}')
     assert exit_code([*COMMAND, "--tokens", "1", "--output", str(tmp_path)]) == 2
     assert "a key must be top_k or a token count, got 'one'" in capsys.readouterr().err
+
+
+def test_files_that_were_written_by_hand(clock, tmp_path, capsys):
+    """Times and defaults may be left out, or be no times; what is no text names its file."""
+    path, command = tmp_path / subject().file, [*COMMAND, "--tokens", "2", "--output"]
+    tiles = own(STREAM, 128, 1, 8)
+    by_hand = {"2": entry(16, tiles, tiles), "8": {**entry(), "time_us": 0, "default_us": 1.0}}
+    path.write_text(json.dumps({"top_k": 8, **by_hand}))
+    assert exit_code([*command, str(tmp_path)]) == 0
+    *_, stream, portable, last = capsys.readouterr().out.splitlines()
+    assert stream.split()[2] == STREAM and "on demand" not in stream
+    assert stream.split()[-3:] == portable.split()[-3:] == ["-"] * 3 and " 1.00 times" in last
+    path.write_bytes(b"\xff")
+    assert exit_code([*command, str(tmp_path)]) == 2
+    assert f"{path.name}: it must be text in UTF-8, got" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_an_error(clock, tmp_path, capsys, monkeypatch):

@@ -119,7 +119,10 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_one_definition_of_the_folder(monkeypatch, tmp_path):
-    """`tune` writes to the user's folder, and continues there what the package has."""
+    """`tune` writes to the user's folder, and continues there what the package has.
+
+    So it does in any other folder, which may become the user's.
+    """
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     (known,) = (x for by in tuned.read_all().values() for x in by.values() if x.sizes[1] == 8192
                 and x.scheme == "unquantized")  # fmt: skip
@@ -128,7 +131,7 @@ def test_one_definition_of_the_folder(monkeypatch, tmp_path):
     files.write(known, files.default_folder(), {"3": entries[min(entries)]})
     again = tuned.read_all()[known.device, known.scheme][known.sizes]
     assert {entry.num_tokens for entry in again.entries} == {3, *map(int, entries)}
-    assert files.read(known, tmp_path / "other") == {}
+    assert files.read(known, tmp_path / "other") == entries
     monkeypatch.setattr(tuned, "FOLDER", None)
     with pytest.raises(ValueError, match="MOE_OPS_TUNED_DIR or --output must name a folder"):
         files.default_folder()

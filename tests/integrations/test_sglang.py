@@ -260,6 +260,11 @@ def change(target, **values):
         ("unquantized", "config", {"apply_router_weight_on_input": True}, "with biases"),
         ("unquantized", "config", {"activation": "silu_rounded"}, "silu_rounded"),
         ("unquantized", "config", {"activation": "tanh", "is_gated": False}, "tanh"),
+        ("unquantized", "config", {"gemm1_alpha": 1.7}, "no gemm1_clamp_limit"),
+        ("unquantized", "config", {"activation": "gelu", "gemm1_clamp_limit": 7.0}, "of gelu"),
+        ("unquantized", "both", {"swiglu_limit": 10.0}, "interleaved rows"),
+        ("unquantized", "both", {"gemm1_clamp_limit": 7.0}, "interleaved rows"),
+        ("unquantized", "both", {"activation": "gelu"}, "interleaved rows"),
         ("unquantized", "info", {"use_int8_w8a16": True}, "block_shape"),
         ("unquantized", "info", {"use_int4_w4a16": True, "block_shape": [0, 48]}, "powers of two"),
         ("int8_channel", "info", {"per_channel_quant": False}, "one scale per expert"),
@@ -277,9 +282,9 @@ def test_what_is_not_served_falls_back(engine, log, scheme, target, values, reas
     """One line of the log, however many layers there are; the runner core raises instead."""
     function, (dispatched, info, _) = registered(engine), problem(scheme)
     config = sglang.MoeRunnerConfig(inplace=False)
-    for owner in (info, config, engine.mode):
-        if owner is {"info": info, "config": config, "mode": engine.mode}.get(target):
-            vars(owner).update(values)
+    info.fuse_swiglu_interleaved = target == "both"
+    owners = {"info": info, "config": config, "both": config, "mode": engine.mode}
+    vars(owners.get(target, config)).update(values if target in owners else {})
     if target == "dispatched":
         dispatched = dispatched._replace(**values)
     results = [function(dispatched, info, config).hidden_states for _ in range(2)]

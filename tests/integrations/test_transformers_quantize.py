@@ -417,6 +417,23 @@ def test_layers_and_experts_in_one_module():
     assert QWEN3["num_hidden_layers"] == sum(hasattr(m, "moe_ops_layer") for m in model.modules())
 
 
+OWN_KEYS = [
+    "int8:1x*:float32|uint8:1x*:input",
+    "fp8:1x*:float32|int4:1x*:input",
+    "fp8:1x*:float32|uint8:64x64:pow2",
+    "fp8:1x*:float32|int4:32x16:e4m3",
+    "|int4:1x64:e4m3",
+    "|uint8:1x64:float32:zero_point",
+    "|int4:*x*:float32",
+    "|int8:1x64:pow2",
+    "|fp8:16x32:input",
+    "int8:1x64:pow2|int8:16x64:pow2",
+    "fp8:*x*:float32|int8:1x*:vector",
+    "fp8:1x32:e8m0|fp4:1x16:e4m3:global_scale",
+]
+"""Schemes without a name, of which some have no format."""
+
+
 def test_the_package_of_compressed_tensors_reads_them():
     """Its configuration parses, and it decompresses projections to the same numbers in bf16."""
     package = pytest.importorskip("compressed_tensors")
@@ -424,8 +441,9 @@ def test_the_package_of_compressed_tensors_reads_them():
     from moe_ops.layer.saving import checkpoint_tensors
     from moe_ops.loading.compressed import quantization_config
 
-    for name in [n for n in QUANTIZED if n not in OWN]:
-        scheme = SCHEMES[name]
+    named = [n for n in QUANTIZED if n not in OWN]
+    for name in [*named, *(key for key in OWN_KEYS if format_of(get_scheme(key)))]:
+        scheme = get_scheme(name)
         said = quantization_config({scheme: ["Linear"]}, ["lm_head"])
         parsed = quantization.QuantizationConfig.model_validate(said)
         group = parsed.config_groups["group_0"]

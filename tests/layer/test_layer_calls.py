@@ -167,11 +167,32 @@ def test_calls_that_do_not_fit(options, given, error, message):
             {"hash_indices_table": TABLE, "use_grouped_topk": True},
             "use_grouped_topk must be left out with hash_indices_table",
         ),
+        (
+            {"hash_indices_table": TABLE, "custom_routing_function": one_expert},
+            "custom_routing_function must be left out with hash_indices_table",
+        ),
+        (
+            {"hash_indices_table": TABLE, "e_score_correction_bias": torch.zeros(E)},
+            "e_score_correction_bias must be left out with hash_indices_table",
+        ),
+        *(
+            (
+                {"custom_routing_function": one_expert, name: value},
+                f"{name} must be left out with custom_routing_function, which chooses",
+            )
+            for name, value in (
+                ("use_grouped_topk", True),
+                ("scoring_func", "sigmoid"),
+                ("e_score_correction_bias", torch.zeros(E)),
+            )
+        ),
     ],
 )
-def test_tables_that_do_not_fit(options, message):
+def test_routers_that_do_not_fit(options, message):
+    """Each alone; the defaults of the others may be passed."""
     with pytest.raises(ValueError, match=message):
         make(**options)
+    make(custom_routing_function=one_expert, scoring_func="softmax", use_grouped_topk=False)
 
 
 REPLICAS = [0, 8, 9, 10]

@@ -91,7 +91,7 @@ def test_every_scheme(scheme, activation):
 
 OTHER_SCHEMES = [
     "int4_w4a16_g64_zp", "int8_w8a16_g64", "int8_w8a16_g64_zp", "fp8_block64x128",
-    "|int8:1x64:float32",
+    "|int8:1x64:float32", "int8:1x*:float32|uint8:1x*:input",
 ]  # fmt: skip
 
 

@@ -46,6 +46,16 @@ SAID = {
     "nvfp4": ("nvfp4-pack-quantized", NVFP4, {**NVFP4, "dynamic": "local"}),
     "mxfp4_w4a16": ("mxfp4-pack-quantized", {**MXFP8, "num_bits": 4}, None),
     "mxfp8": ("mxfp8-quantized", MXFP8, {**MXFP8, "dynamic": True}),
+    "fp8:1x32:e8m0|fp8:1x*:float32": (
+        "float-quantized",
+        {**FP8, "strategy": "channel"},
+        {**MXFP8, "dynamic": True},
+    ),
+    "fp8:1x16:pow2|fp8:16x16:pow2": (
+        "float-quantized",
+        {**FP8, "strategy": "block", "block_structure": [16, 16]},
+        {**FP8, "strategy": "group", "group_size": 16, "dynamic": True},
+    ),
 }
 
 
@@ -70,6 +80,12 @@ def test_what_is_said(name):
         "|fp4:1x64:e8m0",
         "|fp4:1x16:e4m3",
         "|fp6_e2m3:1x32:float32",
+        "|int4:1x64:e4m3",  # one-byte scales would give numbers in one byte
+        "int8:1x*:float32|uint8:1x*:input",  # weights with an offset, one number per entry
+        "fp8:1x*:float32|int4:1x*:input",
+        "fp4:1x*:float32|fp8:1x*:float32",  # activations of 4 and 6 bits
+        "fp6_e2m3:1x64:e8m0|fp8:1x*:float32",
+        "fp8:1x64:e8m0|fp8:1x*:float32",  # scales of activations in groups that have no name
     ],
 )
 def test_what_has_no_format(name):

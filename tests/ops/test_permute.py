@@ -97,13 +97,23 @@ def test_scales_move_with_their_rows(device):
     assert moe_ops.moe_permute(x, one, ids, 2)[1] is one
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-def test_rows_of_any_dtype(dtype, device):
-    ids = torch.tensor([[1], [0]], device=device)
-    x = torch.tensor([[1.0] * 16, [2.0] * 16], device=device).to(dtype)
-    rows, *_ = moe_ops.moe_permute(x, None, ids, 2)
-    assert rows.dtype == dtype
-    assert torch.equal(rows.float(), x.float().flip(0))
+DTYPES = ["bfloat16", "float8_e4m3fn", "int8", "float8_e8m0fnu", "float4_e2m1fn_x2", "uint16",
+          "uint32", "bool", "float64"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if hasattr(torch, name)])
+def test_rows_of_any_dtype(name, device):
+    """Their bytes move, and so do those of their scales; a row that is skipped is zeros."""
+    ids, dtype = torch.tensor([[1], [0], [-1]], device=device), getattr(torch, name)
+    stored = torch.arange(1, 3 * 8 * dtype.itemsize + 1, dtype=torch.uint8).view(3, -1)
+    stored = stored % 2 if dtype == torch.bool else stored
+    x = stored.to(device).view(dtype)
+    rows, scale, *_ = moe_ops.moe_permute(x, x[:, ::2], ids, 2)
+    assert rows.dtype == scale.dtype == dtype
+    moved = stored[[1, 0, 2]] * torch.tensor([[1], [1], [0]], dtype=torch.uint8)
+    assert torch.equal(rows.view(torch.uint8).cpu(), moved)
+    parts = moved.unflatten(1, (8, -1))[:, ::2].flatten(1)
+    assert torch.equal(scale.view(torch.uint8).cpu(), parts)
 
 
 @given(case=topk_ids(max_tokens=30), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
@@ -142,6 +152,9 @@ def test_unpermute_without_weights_or_offsets(device):
         ((ROWS[:2], None, IDS, 4, 5000), ValueError, "n_local_expert must be in 1..4096"),
         ((ROWS[:2].to("meta"), None, IDS, 4), ValueError, "hidden_states must be on the device"),
         ((ROWS[:2], None, IDS, 4, -1, IDS[0]), ValueError, r"expert_map.shape\[0\] must be"),
+        ((ROWS[:2].to(torch.complex64), None, IDS, 4), TypeError, "hidden_states must have a real"),
+        ((ROWS[:2], ROWS[:2].to(torch.complex64), IDS, 4), TypeError, "a1q_scale must have a real"),
+        ((ROWS[:2], None, IDS[:, :0], 4), ValueError, r"topk_ids.shape\[1\] must be in 1..4096"),
         ((ROWS[:2], ROWS[:, 0], IDS, 4), ValueError, "a1q_scale must have 2 axes"),
         ((ROWS[:2], ROWS[:3], IDS, 4), ValueError, "a1q_scale must have the 2 tokens"),
         ((ROWS[:2], ROWS[:2].to("meta"), IDS, 4), ValueError, "a1q_scale must be on the device"),

@@ -253,6 +253,16 @@ def test_what_was_chosen_does_not_depend_on_the_batch(device):
             ValueError,
             "custom_routing_function's k must be top_k = 4, got 2",
         ),
+        (
+            {"custom_routing_function": lambda *a: (torch.ones(4, 4), torch.ones(4, 4))},
+            TypeError,
+            "custom_routing_function's ids must have a dtype",
+        ),
+        (
+            {"custom_routing_function": lambda *a: (torch.ones(4, 4).int(),) * 2},
+            TypeError,
+            "custom_routing_function's weights must have a dtype",
+        ),
         ({"custom_routing_function": print}, TypeError, r"must return .* got NoneType"),
     ],
 )

@@ -87,14 +87,21 @@ def test_what_is_no_key(key):
 
 def test_elements_of_ones_own_are_refused():
     fp8 = ELEMENTS["fp8"]
-    for element in (fp8._replace(largest=240.0), Element("fp12", 12, 1.0, torch.int16)):
-        with pytest.raises(ValueError, match="element must be a value of ELEMENTS, got Element"):
+    for element, got in (
+        (fp8._replace(largest=240.0), "Element"), ("fp8", "'fp8'"),
+        (Element("fp12", 12, 1.0, torch.int16), "Element"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"element must be a value of ELEMENTS, got {got}"):
             Quant(element, ROW)
     with pytest.raises(ValueError, match="scale must be in .*got 'float64'"):
         Quant(fp8, ROW, "float64")
-    for group in (Group(0, 16), Group(1, -2), Group(1, 16.0)):
-        with pytest.raises(ValueError, match="group must have sizes that are positive or WHOLE"):
+    for group in (Group(0, 16), Group(1, -2), Group(1, 16.0), (64, 64), None):
+        said = f"group must be a Group of sizes that are positive or WHOLE, got {group!r}"
+        with pytest.raises(ValueError, match=re.escape(said)):
             Quant(fp8, group)
+    for operands, which in (((None, "fp8"), "weight"), ((fp8, None), "activation")):
+        with pytest.raises(TypeError, match=f"{which} must be a Quant or None, got (str|Element)"):
+            Scheme("mine", *operands)
 
 
 FP8_ROW, INT8_ROW, MXFP4 = quant("fp8", ROW), quant("int8", ROW), quant("fp4", (1, 32), "e8m0")

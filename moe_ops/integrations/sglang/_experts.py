@@ -168,12 +168,18 @@ def runner_activation(config: Any, info: Any) -> Activation:
         NotImplementedError: an activation that this library does not have.
     """
     name, alpha, limit = config.activation, config.gemm1_alpha, config.gemm1_clamp_limit
+    if info.fuse_swiglu_interleaved:
+        is_plain = (alpha, limit, config.swiglu_limit) == (None, None, None)
+        others = not (name == "silu" and config.is_gated and is_plain)
+        _refuse_any({"interleaved rows of gates other than plain SiLU": others})
+        return Activation(MoEActivation.SWIGLUOAI, clamp_limit=UNLIMITED, alpha=1.0, beta=0.0)
     if not config.is_gated:
         if name in ("silu", "gelu", "relu2"):
             return Activation(MoEActivation.from_str(name).without_mul())
     elif name == "silu":
-        return _gated_silu(config, info)
+        return _gated_silu(config)
     elif name in ("gelu", "gelu_tanh"):
+        _refuse_any({"gemm1_alpha and gemm1_clamp_limit of gelu": (alpha, limit) != (None, None)})
         return Activation(MoEActivation.from_str(name))
     elif name == "situ":
         beta = 4.0 if alpha is None else alpha
@@ -181,12 +187,11 @@ def runner_activation(config: Any, info: Any) -> Activation:
     raise NotImplementedError(f"activation must be one of this library, got {name!r}")
 
 
-def _gated_silu(config: Any, info: Any) -> Activation:
+def _gated_silu(config: Any) -> Activation:
     """SiLU of the gate times up, in one of the forms that numbers of the model choose."""
     alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
-    if info.fuse_swiglu_interleaved:
-        return Activation(MoEActivation.SWIGLUOAI, clamp_limit=UNLIMITED, alpha=1.0, beta=0.0)
     if alpha is not None:
+        _refuse_any({"gates with gemm1_alpha but no gemm1_clamp_limit": limit is None})
         alternating = config.gate_up_interleaved
         kinds = (MoEActivation.SWIGLUOAI_UNINTERLEAVE, MoEActivation.SWIGLUOAI)
         return Activation(kinds[bool(alternating)], clamp_limit=limit, alpha=alpha, beta=1.0)

@@ -104,7 +104,7 @@ def int4_under_fp8(place: Place, arguments: Arguments) -> tuple[Tensor | None, .
 def nvfp4(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """NVFP4 weights; activations stay in 16 bits, so that their scales are dropped.
 
-    vLLM passes the factors of gate; if up has other factors, both are used.
+    vLLM passes the factors of gate alone.
     """
     made: list[Tensor | None] = []
     factors = {"w13": gate_and_up(arguments), "w2": arguments["w2_scale_2"]}
@@ -116,12 +116,15 @@ def nvfp4(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
 
 
 def gate_and_up(arguments: Arguments) -> Tensor:
-    """Return the factors of NVFP4's first weight: one per expert, or ``(E, 2)`` if they differ."""
+    """Return the factors of NVFP4's first weight: ``(E, 2)`` if the layer has both, else ``(E,)``.
+
+    The shape does not depend on values: vLLM copies later weights into the tensors of the first.
+    """
     layer, of_gate = arguments["layer"], arguments["w13_scale_2"]
     pairs = getattr(layer, "w13_weight_scale_2", None)  # ModelOpt's
     if pairs is None and hasattr(layer, "w13_weight_global_scale"):  # compressed-tensors'
         pairs = 1 / layer.w13_weight_global_scale
-    if pairs is None or pairs.dim() != 2 or bool((pairs == pairs[:, :1]).all()):
+    if pairs is None or pairs.dim() != 2 or pairs.shape[1] != 2:  # one column: no gate
         return of_gate
     return pairs.data.contiguous()
 
