@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from differentiable_layers import assert_gradients, gradients, leaves
 from processes import python
 
 import moe_ops
+from moe_ops.pipeline import MoEPrepareAndFinalizeNoEP
 from moe_ops.testing import (
     Problem,
     assert_matches_reference,
@@ -28,6 +30,36 @@ def layer(activation="silu", **changes):
     return moe_ops.FusedMoEConfig(
         8, 2, 64, 48, 8, activation, "cpu", method, in_dtype=torch.float32, **changes
     )
+
+
+class Trainable(DenseExperts):
+    """The example's experts with gradients."""
+
+    def differentiable_apply(self, rows, w1, w2, routing, *_):
+        """Autograd differentiates what `apply` does."""
+        return self.apply(rows, w1, w2, *routing[:2])
+
+
+UNQUANTIZED = moe_ops.FusedMoEQuantConfig("unquantized")
+TRAINED = Problem(9, 8, 2, 64, 48, torch.float32)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_own_experts_are_trained(chunk_size):
+    """The library sums their rows, and has the gradients of that sum."""
+    inputs = leaves(make_inputs(TRAINED, "cpu", 0))
+    part, experts = MoEPrepareAndFinalizeNoEP(), Trainable(layer(), UNQUANTIZED)
+    kernel = moe_ops.FusedMoEKernel(part, experts, chunk_size=chunk_size)
+    grad = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    found = gradients(kernel.apply(*inputs[:5]), inputs, grad)
+    assert_gradients(TRAINED, inputs, found, grad)
+
+
+def test_own_experts_without_gradients_are_named():
+    inputs = leaves(make_inputs(TRAINED, "cpu", 0))
+    kernel = moe_ops.FusedMoEKernel(MoEPrepareAndFinalizeNoEP(), DenseExperts(layer(), UNQUANTIZED))
+    with pytest.raises(NotImplementedError, match="must have gradients, got DenseExperts"):
+        kernel.apply(*inputs[:5]).sum().backward()
 
 
 def test_the_example_runs_and_is_short():
