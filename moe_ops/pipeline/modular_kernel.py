@@ -32,6 +32,7 @@ from moe_ops.pipeline.kernel_checks import (
     check_tokens_to_send,
     lacks_gradients,
     needless_input,
+    needless_map,
 )
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -84,6 +85,9 @@ class FusedMoEKernel:
         self.inplace, self.chunk_size = inplace, chunk_size
         self.is_monolithic = fused_experts.is_monolithic()
         """Whether the experts route themselves: `apply_monolithic` instead of `apply`."""
+        standard = fused_experts.activation_format() is STANDARD
+        self.refuses_expert_map = standard and not fused_experts.supports_expert_map()
+        """Whether a call must have no ``expert_map``; in the Batched format prepare takes it."""
 
     def supports_expert_map(self) -> bool:
         """Whether the experts take an ``expert_map``; in the Batched format prepare takes it."""
@@ -121,7 +125,8 @@ class FusedMoEKernel:
             topk_weights: ``(T, k)``.
             topk_ids: ``(T, k)`` int32 or int64, global experts. In the Batched format the ids of a
                 token must be distinct, or there must be room for every slot.
-            activation: kind, name or `Activation`.
+            activation: kind, name or `Activation`. The default raises if ``moe_config`` of the
+                experts has another activation: pass that.
             global_num_experts: E; -1: the length of ``expert_map``, or El without one.
             expert_map: ``(E,)`` or None.
             apply_router_weight_on_input: scale each slot's row before the first GEMM, for any k.
@@ -186,6 +191,8 @@ class FusedMoEKernel:
         experts = self.fused_experts
         if self.is_monolithic:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
+        if self.refuses_expert_map and call.expert_map is not None:
+            raise needless_map(experts)
         check_call(experts, call)
         if call.lora is not None:
             check_adapters(self, call, call.lora)
@@ -340,6 +347,8 @@ class FusedMoEKernel:
             raise ValueError("apply_monolithic needs monolithic parts: route, then call apply")
         experts: Any = self.fused_experts
         part: Any = self.prepare_finalize
+        if self.refuses_expert_map and expert_map is not None:
+            raise needless_map(experts)
         hidden_states, w1, w2 = under_autocast(hidden_states, w1, w2, experts.quant_config)
         check_monolithic_call(
             experts,

@@ -64,7 +64,7 @@ def test_own_experts_without_gradients_are_named():
 
 def test_the_example_runs_and_is_short():
     script = ROOT / "examples" / "custom_experts.py"
-    assert len(script.read_text().splitlines()) < 60
+    assert len(script.read_text().splitlines()) < 65
     run = python(script.read_text())
     assert run.returncode == 0, run.stderr
     printed = re.findall(r"^(\w+): ([\d.]+)% from TritonExperts$", run.stdout, re.MULTILINE)
@@ -86,6 +86,36 @@ def test_custom_experts_compute_the_layer(reduction, chunk_size):
     actual = kernel.apply(*inputs[:5])
     expected = reference_experts(problem, inputs)
     assert_matches_reference(actual, bounded_oracle(problem, inputs), expected)
+
+
+def test_a_call_has_an_activation_of_its_experts():
+    inputs = make_inputs(TRAINED, "cpu", 0)[:5]
+    part = MoEPrepareAndFinalizeNoEP()
+    mine = moe_ops.FusedMoEKernel(part, DenseExperts(layer(), UNQUANTIZED))
+    with pytest.raises(ValueError, match=r"the experts support, \['silu'\], got gelu"):
+        mine.apply(*inputs, activation="gelu")
+    gelu = moe_ops.select_kernel(layer("gelu"), "unquantized")
+    for named in ({}, {"activation": "silu"}):
+        with pytest.raises(ValueError, match="activation must be gelu, as in moe_config.* silu"):
+            gelu.apply(*inputs, **named)
+    silu = moe_ops.select_kernel(layer(), "unquantized")
+    expected = silu.apply(*inputs, activation="gelu")
+    assert torch.equal(gelu.apply(*inputs, activation="gelu"), expected)
+
+
+def test_experts_without_a_map_refuse_one():
+    inputs = make_inputs(TRAINED, "cpu", 0)
+    kernel = moe_ops.FusedMoEKernel(MoEPrepareAndFinalizeNoEP(), DenseExperts(layer(), UNQUANTIZED))
+    with pytest.raises(ValueError, match="expert_map must be None unless .*and DenseExperts"):
+        kernel.apply(*inputs[:5], expert_map=torch.arange(8, dtype=torch.int32).flip(0))
+
+
+def test_biases_that_the_configuration_asks_for():
+    inputs = make_inputs(TRAINED, "cpu", 0)[:5]
+    experts = DenseExperts(layer(has_bias=True), UNQUANTIZED)
+    kernel = moe_ops.FusedMoEKernel(MoEPrepareAndFinalizeNoEP(), experts)
+    with pytest.raises(ValueError, match="must have w1_bias or w2_bias when moe_config.has_bias"):
+        kernel.apply(*inputs)
 
 
 def test_custom_experts_are_selected_where_they_serve():
