@@ -14,13 +14,14 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 
-SIZES = (
+SAME = (
     "num_experts",
     "experts_per_token",
     "hidden_dim",
     "intermediate_size",
     "num_local_experts",
     "is_act_and_mul",
+    "has_bias",
 )
 """Fields of `FusedMoEConfig` in which a kernel and its layer must be equal."""
 
@@ -30,8 +31,8 @@ def with_kernel(layer: Any, kernel: Any) -> LayerState:
 
     Raises:
         TypeError: anything but a `FusedMoEKernel`.
-        ValueError: a kernel that routes itself, with other sizes, another scheme or no biases, or
-            whose experts do not support the layer.
+        ValueError: a kernel that routes itself, with other sizes or another scheme, or whose
+            experts do not support the layer.
     """
     if kernel is not None:
         checks.instance("layer.kernel", kernel, FusedMoEKernel)
@@ -48,21 +49,12 @@ def _check_serves(
         raise ValueError(
             f"layer.kernel must be modular, since the layer routes its tokens, got {name}"
         )
-    for size in SIZES:
-        own, wanted = getattr(experts.moe_config, size), getattr(config, size)
+    pairs = {x: (getattr(experts.moe_config, x), getattr(config, x)) for x in SAME}
+    pairs["scheme"] = experts.quant_config.scheme.name, sizes.scheme.name
+    for fact, (own, wanted) in pairs.items():
         if own != wanted:
-            raise ValueError(
-                f"layer.kernel must have the layer's {size}, {wanted}, in its moe_config, got {own}"
-            )
-    quant, scheme, format = experts.quant_config, sizes.scheme, experts.activation_format()
-    if quant.scheme != scheme:
-        raise ValueError(
-            f"layer.kernel must have the layer's scheme, {scheme.name}, got {quant.scheme.name}"
-        )
-    if sizes.has_bias and quant.w1_bias is None and quant.w2_bias is None:
-        raise ValueError(
-            "layer.kernel must have the layer's w1_bias and w2_bias in its quant_config, got None"
-        )
+            raise ValueError(f"layer.kernel must have the layer's {fact}, {wanted}, got {own}")
+    scheme, format = sizes.scheme, experts.activation_format()
     kind = type(experts)
     holds, reason = kind.is_supported_config(kind, config, scheme.weight, scheme.activation, format)
     if not holds:
