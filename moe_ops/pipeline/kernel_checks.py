@@ -13,7 +13,7 @@ from moe_ops.pipeline.autocast import autocast_dtype
 from moe_ops.pipeline.backward import lacking
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import FusedMoEExperts
-from moe_ops.pipeline.formats import FusedMoEActivationFormat
+from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.layer_checks import check_experts, check_layer
 from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.prepare_finalize import (
@@ -222,7 +222,7 @@ def check_tokens_to_send(
 ) -> None:
     """Raise ValueError if there are more tokens than prepare may send at once.
 
-    While compiling the number of tokens is a symbol, so prepare's operator checks it instead.
+    While compiling the number of tokens is a symbol, so prepare must check it instead.
     """
     tokens = call.hidden_states.shape[0]
     if not torch.compiler.is_compiling() and tokens > most:
@@ -230,6 +230,37 @@ def check_tokens_to_send(
             f"hidden_states must have at most max_num_tokens = {most} tokens, all that "
             f"{type(prepare_finalize).__name__} has room for, got {tokens}"
         )
+
+
+def check_prepared(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, prepared: Any) -> None:
+    """Check what the ``prepare`` of a caller's own class has returned for a call.
+
+    Raises:
+        TypeError: no `PrepareResult`; unquantized rows or ids of another dtype than the call's.
+        ValueError: rows of another width or number than the format has.
+    """
+    name = f"prepare of {type(prepare_finalize).__name__} must return"
+    if not isinstance(prepared, PrepareResult):
+        raise TypeError(f"{name} a PrepareResult, got {type(prepared).__name__}")
+    x, (rows, scale, _, ids, _) = call.hidden_states, prepared
+    if ids is not None and ids.dtype not in checks.INDICES:
+        raise TypeError(f"{name} topk_ids of a dtype of {[*checks.INDICES]}, got {ids.dtype}")
+    if scale is None and rows.dtype != x.dtype:
+        raise TypeError(f"{name} unquantized rows of dtype {x.dtype}, got {rows.dtype}")
+    tokens, k = (call.topk_ids if ids is None else ids).shape
+    shapes: tuple[tuple[int, ...], ...] = ((tokens,), (tokens * k,))
+    if prepare_finalize.activation_format is FusedMoEActivationFormat.BatchedExperts:
+        shapes = ((call.w1.shape[0], rows.shape[1]),)
+    if scale is None and not torch.compiler.is_compiling():  # sizes are symbols there
+        shapes = tuple((*shape, x.shape[1]) for shape in shapes)
+        if rows.shape not in shapes:
+            raise ValueError(f"{name} rows of a shape of {[*shapes]}, got {tuple(rows.shape)}")
+
+
+def no_tensor(prepare_finalize: FusedMoEPrepareAndFinalize, output: Any) -> TypeError:
+    """The error of a ``finalize`` that returned anything but a tensor."""
+    name = type(prepare_finalize).__name__
+    return TypeError(f"finalize of {name} must return a Tensor, got {type(output).__name__}")
 
 
 def check_monolithic_call(

@@ -33,6 +33,7 @@ from moe_ops.pipeline.kernel_checks import (
     lacks_gradients,
     needless_input,
     needless_map,
+    no_tensor,
 )
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -86,6 +87,9 @@ class FusedMoEKernel:
         self.is_monolithic = fused_experts.is_monolithic()
         """Whether the experts route themselves: `apply_monolithic` instead of `apply`."""
         standard = fused_experts.activation_format() is STANDARD
+        kind: Any = type(prepare_finalize)
+        self.checks_prepared = not kind.prepare.__module__.startswith("moe_ops.")
+        """Whether results of ``prepare`` are checked: it is not this library's."""
         self.refuses_expert_map = standard and not fused_experts.supports_expert_map()
         """Whether a call must have no ``expert_map``; in the Batched format prepare takes it."""
 
@@ -114,9 +118,9 @@ class FusedMoEKernel:
         """Run the layer on tokens whose routing is known.
 
         If prepare takes at most ``max_num_tokens`` tokens (the Batched format), more tokens are run
-        in parts of that size, one after another. A compiled or exported call raises for more
-        tokens, and so does a prepare with several dispatchers, which must all call it equally
-        often.
+        in parts of that size, one after another. A compiled or exported call passes them to
+        prepare, which raises for more tokens, as each of this library does. So does a prepare with
+        several dispatchers, which must all call it equally often.
 
         Args:
             hidden_states: ``(T, H)`` bf16, fp16 or fp32; also T = 0.
@@ -309,6 +313,8 @@ class FusedMoEKernel:
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()
+        if not isinstance(output, Tensor):
+            raise no_tensor(self.prepare_finalize, output)
         if self.inplace:
             output = call.hidden_states.copy_(output)
         return output if shared is None else (shared, output)

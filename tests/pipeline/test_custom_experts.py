@@ -118,6 +118,86 @@ def test_biases_that_the_configuration_asks_for():
         kernel.apply(*inputs)
 
 
+class Returning(MoEPrepareAndFinalizeNoEP):
+    """An exchange of a user's, whose ``prepare`` returns what it was given."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def prepare(self, *arguments, **named):
+        """The library's result, changed."""
+        return self.change(super().prepare(*arguments, **named))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (tuple, TypeError, "a PrepareResult, got tuple"),
+        (lambda r: None, TypeError, "a PrepareResult, got NoneType"),
+        (lambda r: r._replace(a1q=r.a1q.half()), TypeError, "torch.float32, got torch.float16"),
+        (lambda r: r._replace(a1q=r.a1q[:3]), ValueError, r"got \(3, 64\)"),
+        (lambda r: r._replace(a1q=r.a1q.t()), ValueError, r"got \(64, 9\)"),
+        (
+            lambda r: r._replace(topk_ids=torch.zeros(9, 2, dtype=torch.int16)),
+            TypeError,
+            "topk_ids of a dtype of .*got torch.int16",
+        ),
+    ],
+)
+def test_what_an_own_prepare_returns_is_checked(change, error, text):
+    inputs = make_inputs(TRAINED, "cpu", 0)[:5]
+    experts = moe_ops.pipeline.TritonExperts(layer(), UNQUANTIZED)
+    kernel = moe_ops.FusedMoEKernel(Returning(change), experts)
+    with pytest.raises(error, match=f"prepare of Returning must return .*{text}"):
+        kernel.apply(*inputs)
+    same = moe_ops.FusedMoEKernel(Returning(lambda r: r), experts)
+    kernel.prepare_finalize.change = lambda r: r._replace(a1q=r.a1q.clone())
+    assert torch.equal(kernel.apply(*inputs), same.apply(*inputs))
+    same.prepare_finalize.finalize = lambda *_: None
+    with pytest.raises(TypeError, match="finalize of Returning must return a Tensor, got NoneT"):
+        same.apply(*inputs)
+
+
+def test_who_takes_adapters():
+    class Adapted(Trainable):
+        TAKES_LORA = True
+        differentiable_apply = Trainable.differentiable_apply
+
+    class Without(Adapted):
+        TAKES_LORA = False
+
+    class Beside(Trainable):
+        TAKES_LORA = True  # its ``differentiable_apply`` is another class's
+
+    assert Adapted.takes_lora() and not Without.takes_lora() and not Beside.takes_lora()
+
+
+def test_an_asynchronous_exchange_says_what_it_runs():
+    class Many(MoEPrepareAndFinalizeNoEP):
+        def num_arriving(self, num_tokens):
+            return 8 * num_tokens
+
+    beside = moe_ops.pipeline.AsyncPrepareAndFinalize(Many())
+    assert beside.num_arriving(4) == 32 and beside.takes_lora()
+    beside.inner.takes_lora = lambda: False
+    assert not beside.takes_lora()
+
+
+def test_workspaces_have_their_dtype():
+    class Wide(DenseExperts):
+        def workspace_dtype(self, act_dtype):
+            return torch.float64
+
+    found = moe_ops.explain(layer(), "unquantized", candidates=(Wide,))
+    for cost in found.costs:
+        assert cost.workspace_bytes == cost.num_tokens * (8 * (8 * 96 + 8 * 48) + 4 * 2 * 64)
+
+
+def test_experts_are_named_as_a_class():
+    with pytest.raises(TypeError, match="experts must be a class, got an instance of DenseExperts"):
+        moe_ops.select_kernel(layer(), "unquantized", experts=DenseExperts(layer(), UNQUANTIZED))
+
+
 def test_custom_experts_are_selected_where_they_serve():
     candidates = (DenseExperts, moe_ops.pipeline.TritonExperts)
 
