@@ -169,9 +169,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         The class that defines it says so by ``TAKES_LORA = True``; a subclass may say False.
         """
         kind = cls._differentiable_kind()
-        return (
-            kind is not None and "TAKES_LORA" in vars(kind) and kind.TAKES_LORA and cls.TAKES_LORA
-        )
+        return bool(kind is not None and vars(kind).get("TAKES_LORA") and cls.TAKES_LORA)
 
     @classmethod
     def _differentiable_kind(cls) -> Any:
