@@ -24,6 +24,9 @@ class DenseExperts(pipeline.FusedMoEExpertsModular):
     def activation_format():
         return pipeline.FusedMoEActivationFormat.Standard
 
+    def supports_expert_map(self):
+        return False
+
     def workspace_shapes(self, M, N, K, topk, global_num_experts, local_num_experts, *_):
         return (local_num_experts, M, max(N, K)), (local_num_experts, M, N // 2), (M, topk, K)
 

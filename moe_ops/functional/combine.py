@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from moe_ops import checks, ops, sizes
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import inference_only
+from moe_ops.gradients import inference_only, refuse, wanted
 
 _ANY_NUMBER = 2**31 - 1
 """A number of experts with which every id that is not negative is an expert."""
@@ -64,7 +65,12 @@ def moe_fused_mul_sum(
     checks.expert_map(expert_map, inputs)
     checks.device_scalar("num_valid_tokens", num_valid_tokens, checks.INDICES, "inputs", inputs)
     if outputs is None:
-        return _mul_sum(inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER)
+        asked = wanted(inputs, topk_weights)
+        with torch.no_grad():
+            result = ops.moe_fused_mul_sum(
+                inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER
+            )
+        return cast(Tensor, refuse(result, asked, "moe_fused_mul_sum"))
     checks.tensor("outputs", outputs, 2, checks.FLOATS)
     checks.same_tokens("outputs", outputs, "inputs", inputs)
     checks.same_device("outputs", outputs, "inputs", inputs)
@@ -74,11 +80,6 @@ def moe_fused_mul_sum(
         inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER, out=outputs
     )
     return outputs
-
-
-@inference_only
-def _mul_sum(*arguments: Any) -> Tensor:
-    return ops.moe_fused_mul_sum(*arguments)
 
 
 @inference_only

@@ -162,7 +162,7 @@ def _workspace_bytes(
 ) -> int | None:
     if not isinstance(experts, FusedMoEExpertsModular):
         return None
-    shapes = experts.workspace_shapes(
+    *workspaces, output = experts.workspace_shapes(
         config.max_num_tokens or num_tokens,
         config.intermediate_size * (2 if config.is_act_and_mul else 1),
         config.hidden_dim,
@@ -172,7 +172,8 @@ def _workspace_bytes(
         None,
         config.activation_kind,
     )
-    return sum(map(prod, shapes)) * config.in_dtype.itemsize
+    between = experts.workspace_dtype(config.in_dtype)
+    return sum(map(prod, workspaces)) * between.itemsize + prod(output) * config.in_dtype.itemsize
 
 
 def _plans(

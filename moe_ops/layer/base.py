@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_ops.layer.host_memory import renewed
 from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.set_kernel import with_kernel
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import ExpertPlacement, LayerState
 from moe_ops.loading.names import SHARED_GATE
@@ -153,7 +154,7 @@ class ExpertLayer(nn.Module):
 
     @kernel.setter
     def kernel(self, kernel: FusedMoEKernel | None) -> None:
-        self.state = replace(self.state, kernel=kernel)
+        self.state = with_kernel(self, kernel)
 
     @property
     def quant_method(self) -> Any:
@@ -162,6 +163,9 @@ class ExpertLayer(nn.Module):
 
     @quant_method.setter
     def quant_method(self, method: Any) -> None:
+        if not callable(getattr(method, "get_fused_moe_quant_config", None)):
+            got = type(method).__name__
+            raise TypeError(f"layer.quant_method must be a FusedMoEMethodBase, got {got}")
         self.state = replace(self.state, quant_method=method)
 
     @property

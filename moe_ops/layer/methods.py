@@ -21,6 +21,7 @@ from moe_ops.layer.main_grads import Weights, with_main_grads
 from moe_ops.layer.parameters import parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.replicas import trained_together
+from moe_ops.layer.set_kernel import check_is_current, with_kernel
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import Made
 from moe_ops.loading.names import SUFFIX
@@ -103,7 +104,9 @@ class FusedMoEMethodBase(ABC):
         """
         state, order_EH = layer.state, layer.w13_input_order
         kernel = state.kernel
-        if kernel is None and layer.exchanges_tokens:
+        if kernel is not None:
+            check_is_current(state, layer._parameters)
+        elif layer.exchanges_tokens:
             kernel = self.kernel_of(layer)
         if order_EH is not None:
             is_shared_out = kernel is not None and state.placement.is_shared_out
@@ -231,8 +234,7 @@ class FusedMoEMethodBase(ABC):
         prepare_finalize = self.maybe_make_prepare_finalize()
         if prepare_finalize is not None:
             experts = self.select_gemm_impl(prepare_finalize, layer)
-            kernel = FusedMoEKernel(prepare_finalize, experts)
-            layer.state = replace(layer.state, kernel=kernel)
+            layer.state = with_kernel(layer, FusedMoEKernel(prepare_finalize, experts))
 
     def select_gemm_impl(
         self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: ExpertLayer

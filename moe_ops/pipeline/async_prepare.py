@@ -58,6 +58,14 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         """Value of ``inner``."""
         return self.inner.num_dispatchers()
 
+    def num_arriving(self, num_tokens: int) -> int:
+        """Value of ``inner``."""
+        return self.inner.num_arriving(num_tokens)
+
+    def takes_lora(self) -> bool:
+        """Value of ``inner``, which gets the ``lora_ids``."""
+        return self.inner.takes_lora()
+
     def output_is_reduced(self) -> bool:
         """Value of ``inner``."""
         return self.inner.output_is_reduced()

@@ -23,6 +23,7 @@ from moe_ops.pipeline.formats import (
     FusedMoEActivationFormat,
     PrepareResult,
 )
+from moe_ops.pipeline.kernel_checks import check_prepared
 from moe_ops.tensors import Routing, Rows
 
 STANDARD = FusedMoEActivationFormat.Standard
@@ -51,6 +52,8 @@ class KernelCall:
         kernel, started = self.kernel, self.pending
         self.pending = None
         prepared = (kernel.start(self.call, self.decision) if started is None else started).wait()
+        if kernel.checks_prepared:
+            check_prepared(kernel.prepare_finalize, self.call, prepared)
         self.call = plain = routed(self.call, prepared)
         if self.decision.reason is not None:
             plain = without_history(plain)

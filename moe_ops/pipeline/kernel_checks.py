@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.activation import kind_and_key
+from moe_ops.activation import MoEActivation, kind_and_key
 from moe_ops.pipeline.autocast import autocast_dtype
 from moe_ops.pipeline.backward import lacking
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import FusedMoEExperts
-from moe_ops.pipeline.formats import FusedMoEActivationFormat
+from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.layer_checks import check_experts, check_layer
 from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.prepare_finalize import (
@@ -86,6 +86,14 @@ def needless_input() -> ValueError:
     )
 
 
+def needless_map(fused_experts: FusedMoEExperts) -> ValueError:
+    """The error of a call with an ``expert_map`` that its experts do not take."""
+    return ValueError(
+        "expert_map must be None unless fused_experts takes it (supports_expert_map), got a map "
+        f"and {type(fused_experts).__name__}"
+    )
+
+
 def check_formats(
     prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEExperts
 ) -> None:
@@ -105,13 +113,15 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: the message names argument, rule and value.
     """
-    config, dtype = fused_experts.quant_config, fused_experts.moe_config.in_dtype
+    config, layer = fused_experts.quant_config, fused_experts.moe_config
+    dtype = layer.in_dtype
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         dtype = autocast_dtype(call.hidden_states) or dtype
     _check_call(
         dtype,
+        layer.has_bias,
         call.apply_router_weight_on_input,
-        call.activation,
+        (call.activation, layer.activation, fused_experts.SUPPORTS.activations),
         (call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts),
         (call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias),
         config.scheme,
@@ -122,8 +132,9 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
 @checks.remembered
 def _check_call(
     in_dtype: torch.dtype,
+    has_bias: bool,
     apply_router_weight_on_input: bool,
-    activation: Any,
+    activations: tuple[Any, ...],
     routing: tuple[Any, ...],
     experts: tuple[Any, ...],
     scheme: Scheme,
@@ -131,8 +142,32 @@ def _check_call(
 ) -> None:
     """Check a call of experts for tokens of ``in_dtype``; the rest is that of `check_layer`."""
     checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
-    check_layer(*routing, *experts, kind_and_key(activation)[0], scheme, *quantization)
+    check_layer(*routing, *experts, _checked_kind(*activations), scheme, *quantization)
     _check_dtype(in_dtype, experts[0])
+    if has_bias and experts[3] is None and experts[4] is None:
+        raise ValueError(
+            "quant_config of fused_experts must have w1_bias or w2_bias when moe_config.has_bias, "
+            "got None"
+        )
+
+
+def _checked_kind(activation: Any, of_layer: Any, supported: Any) -> MoEActivation:
+    """Return the kind of a call's activation, which the experts must support.
+
+    Raises:
+        ValueError: the default in a layer with another activation, which the caller left out; an
+            activation that the experts' ``SUPPORTS`` exclude.
+    """
+    (kind, key), wanted = kind_and_key(activation), kind_and_key(of_layer)[1]
+    if key == MoEActivation.SILU.value != wanted:
+        raise ValueError(
+            f"activation must be {wanted}, as in moe_config, or one that is not the default, got "
+            f"{key}"
+        )
+    if supported is not None and kind not in supported:
+        names = [x.value for x in MoEActivation if x in supported]
+        raise ValueError(f"activation must be one that the experts support, {names}, got {key}")
+    return kind
 
 
 def lacks_gradients(kernel: Any, call: Call) -> str | None:
@@ -187,7 +222,7 @@ def check_tokens_to_send(
 ) -> None:
     """Raise ValueError if there are more tokens than prepare may send at once.
 
-    While compiling the number of tokens is a symbol, so prepare's operator checks it instead.
+    While compiling the number of tokens is a symbol, so prepare must check it instead.
     """
     tokens = call.hidden_states.shape[0]
     if not torch.compiler.is_compiling() and tokens > most:
@@ -195,6 +230,37 @@ def check_tokens_to_send(
             f"hidden_states must have at most max_num_tokens = {most} tokens, all that "
             f"{type(prepare_finalize).__name__} has room for, got {tokens}"
         )
+
+
+def check_prepared(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, prepared: Any) -> None:
+    """Check what the ``prepare`` of a caller's own class has returned for a call.
+
+    Raises:
+        TypeError: no `PrepareResult`; unquantized rows or ids of another dtype than the call's.
+        ValueError: rows of another width or number than the format has.
+    """
+    name = f"prepare of {type(prepare_finalize).__name__} must return"
+    if not isinstance(prepared, PrepareResult):
+        raise TypeError(f"{name} a PrepareResult, got {type(prepared).__name__}")
+    x, (rows, scale, _, ids, _) = call.hidden_states, prepared
+    if ids is not None and ids.dtype not in checks.INDICES:
+        raise TypeError(f"{name} topk_ids of a dtype of {[*checks.INDICES]}, got {ids.dtype}")
+    if scale is None and rows.dtype != x.dtype:
+        raise TypeError(f"{name} unquantized rows of dtype {x.dtype}, got {rows.dtype}")
+    tokens, k = (call.topk_ids if ids is None else ids).shape
+    shapes: tuple[tuple[int, ...], ...] = ((tokens,), (tokens * k,))
+    if prepare_finalize.activation_format is FusedMoEActivationFormat.BatchedExperts:
+        shapes = ((call.w1.shape[0], rows.shape[1]),)
+    if scale is None and not torch.compiler.is_compiling():  # sizes are symbols there
+        shapes = tuple((*shape, x.shape[1]) for shape in shapes)
+        if rows.shape not in shapes:
+            raise ValueError(f"{name} rows of a shape of {[*shapes]}, got {tuple(rows.shape)}")
+
+
+def no_tensor(prepare_finalize: FusedMoEPrepareAndFinalize, output: Any) -> TypeError:
+    """The error of a ``finalize`` that returned anything but a tensor."""
+    name = type(prepare_finalize).__name__
+    return TypeError(f"finalize of {name} must return a Tensor, got {type(output).__name__}")
 
 
 def check_monolithic_call(
@@ -215,7 +281,9 @@ def check_monolithic_call(
         w2,
         config.w1_bias,
         config.w2_bias,
-        kind_and_key(activation)[0],
+        _checked_kind(
+            activation, fused_experts.moe_config.activation, fused_experts.SUPPORTS.activations
+        ),
         config.scheme,
         *config.tensors,
     )

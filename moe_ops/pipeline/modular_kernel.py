@@ -32,6 +32,8 @@ from moe_ops.pipeline.kernel_checks import (
     check_tokens_to_send,
     lacks_gradients,
     needless_input,
+    needless_map,
+    no_tensor,
 )
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -84,6 +86,12 @@ class FusedMoEKernel:
         self.inplace, self.chunk_size = inplace, chunk_size
         self.is_monolithic = fused_experts.is_monolithic()
         """Whether the experts route themselves: `apply_monolithic` instead of `apply`."""
+        standard = fused_experts.activation_format() is STANDARD
+        kind: Any = type(prepare_finalize)
+        self.checks_prepared = not kind.prepare.__module__.startswith("moe_ops.")
+        """Whether results of ``prepare`` are checked: it is not this library's."""
+        self.refuses_expert_map = standard and not fused_experts.supports_expert_map()
+        """Whether a call must have no ``expert_map``; in the Batched format prepare takes it."""
 
     def supports_expert_map(self) -> bool:
         """Whether the experts take an ``expert_map``; in the Batched format prepare takes it."""
@@ -110,9 +118,9 @@ class FusedMoEKernel:
         """Run the layer on tokens whose routing is known.
 
         If prepare takes at most ``max_num_tokens`` tokens (the Batched format), more tokens are run
-        in parts of that size, one after another. A compiled or exported call raises for more
-        tokens, and so does a prepare with several dispatchers, which must all call it equally
-        often.
+        in parts of that size, one after another. A compiled or exported call passes them to
+        prepare, which raises for more tokens, as each of this library does. So does a prepare with
+        several dispatchers, which must all call it equally often.
 
         Args:
             hidden_states: ``(T, H)`` bf16, fp16 or fp32; also T = 0.
@@ -121,7 +129,8 @@ class FusedMoEKernel:
             topk_weights: ``(T, k)``.
             topk_ids: ``(T, k)`` int32 or int64, global experts. In the Batched format the ids of a
                 token must be distinct, or there must be room for every slot.
-            activation: kind, name or `Activation`.
+            activation: kind, name or `Activation`. The default raises if ``moe_config`` of the
+                experts has another activation: pass that.
             global_num_experts: E; -1: the length of ``expert_map``, or El without one.
             expert_map: ``(E,)`` or None.
             apply_router_weight_on_input: scale each slot's row before the first GEMM, for any k.
@@ -186,6 +195,8 @@ class FusedMoEKernel:
         experts = self.fused_experts
         if self.is_monolithic:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
+        if self.refuses_expert_map and call.expert_map is not None:
+            raise needless_map(experts)
         check_call(experts, call)
         if call.lora is not None:
             check_adapters(self, call, call.lora)
@@ -302,6 +313,8 @@ class FusedMoEKernel:
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()
+        if not isinstance(output, Tensor):
+            raise no_tensor(self.prepare_finalize, output)
         if self.inplace:
             output = call.hidden_states.copy_(output)
         return output if shared is None else (shared, output)
@@ -340,6 +353,8 @@ class FusedMoEKernel:
             raise ValueError("apply_monolithic needs monolithic parts: route, then call apply")
         experts: Any = self.fused_experts
         part: Any = self.prepare_finalize
+        if self.refuses_expert_map and expert_map is not None:
+            raise needless_map(experts)
         hidden_states, w1, w2 = under_autocast(hidden_states, w1, w2, experts.quant_config)
         check_monolithic_call(
             experts,

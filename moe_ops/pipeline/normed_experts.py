@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from moe_ops import checks, ops
+from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.gradients import check_transforms, once
 from moe_ops.pipeline.fused_experts import expert_rows
-from moe_ops.pipeline.lora import ExpertLora, pairs_of
+from moe_ops.pipeline.lora import ExpertLora
+from moe_ops.pipeline.slot_gradients import skipped_slots, sum_of_slots
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing
 
@@ -74,51 +72,8 @@ def normed_experts(
     )
     num_experts, width = w1.shape[0], rows.shape[1]
     if torch.is_grad_enabled():
-        rows = rows.masked_fill(_skipped(routing, num_experts).view(-1, 1), 0.0)
+        rows = rows.masked_fill(skipped_slots(routing, num_experts).view(-1, 1), 0.0)
     rows = norm(rows)
     checks.tensor("norm(rows)", rows, 2, checks.FLOATS)
     checks.size("norm(rows).shape[1]", rows.shape[1], "the rows of w2", width)
-    check_transforms("normed_experts")
-    out: Tensor = _WeightedSum.apply(rows, *routing, num_experts)
-    return out
-
-
-def _skipped(routing: Routing, num_experts: int) -> Tensor:
-    """Which slots have no local expert, ``(T, k)``."""
-    return pairs_of(routing, num_experts, None, 0) < 0
-
-
-class _WeightedSum(Function):
-    """`ops.moe_fused_mul_sum` over the slots' rows, with gradients of rows and router weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        num_experts: int,
-    ) -> Tensor:
-        """Sum each token's rows, times router weights."""
-        ctx.num_experts = num_experts
-        ctx.save_for_backward(rows, topk_weights, topk_ids, expert_map)
-        return ops.moe_fused_mul_sum(
-            rows.contiguous(), topk_weights, topk_ids, expert_map, None, num_experts
-        )
-
-    @staticmethod
-    @once("normed_experts")
-    def backward(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> Any:
-        """Give every slot its token's gradient, times its router weight."""
-        rows, *routed = saved
-        weights, ids, expert_map = routing = Routing(*routed)
-        drows = dweights = None
-        if ctx.needs_input_grad[0]:
-            used = weights.float().masked_fill(_skipped(routing, ctx.num_experts), 0.0)
-            drows = (grad[:, None] * used[:, :, None]).to(rows.dtype).flatten(0, 1)
-        if ctx.needs_input_grad[1]:
-            slots = (ids, expert_map, ctx.num_experts)
-            dweights = ops.slot_products(grad.contiguous(), rows.contiguous(), *slots, False)
-            dweights = dweights.to(weights.dtype)
-        return drows, dweights, None, None, None
+    return sum_of_slots(rows, routing, num_experts, "normed_experts")

@@ -45,7 +45,11 @@ class FusedMoEPrepareAndFinalize(ABC):
         return None
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """The most tokens that one rank may send; None: no limit."""
+        """The most tokens that one rank may send; None: no limit.
+
+        The modular kernel runs more tokens in parts. A compiled call passes any number to
+        ``prepare``, which must check it, as the operators of this library do.
+        """
         return None
 
     def num_dispatchers(self) -> int:

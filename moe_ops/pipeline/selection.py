@@ -86,11 +86,15 @@ def select_kernel(
         The kernel, with the experts that serve the layer and the exchange that it needs.
 
     Raises:
+        TypeError: experts that are an instance.
         ValueError: ``experts`` does not serve the configuration (with the reason); an unknown
             scheme; ``config.has_bias`` and a ``scheme`` without a bias.
         NotImplementedError: no candidate serves the configuration (with the reason of each).
     """
     checks.instance("config", config, FusedMoEConfig)
+    for cls in candidates if experts is None else (experts,):
+        if not isinstance(cls, type):
+            raise TypeError(f"experts must be a class, got an instance of {type(cls).__name__}")
     quant = as_quant_config(scheme)
     if config.has_bias and quant.w1_bias is None and quant.w2_bias is None:
         raise ValueError(

@@ -16,6 +16,8 @@ from moe_ops import checks, ops
 from moe_ops.functional.combine import moe_fused_mul_sum
 from moe_ops.gradients import wanted
 from moe_ops.pipeline.batched_gradients import Places, combined
+from moe_ops.pipeline.slot_gradients import sum_of_slots
+from moe_ops.tensors import Routing
 
 
 class TopKWeightAndReduce(ABC):
@@ -118,10 +120,15 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
                 "fused_expert_output must be (T * k, H) or (T, k, H) for topk_ids of shape "
                 f"{tuple(topk_ids.shape)}, got shape {tuple(fused_expert_output.shape)}"
             )
-        rows = fused_expert_output.reshape(tokens, k, fused_expert_output.shape[-1])
+        width = fused_expert_output.shape[-1]
         weights = topk_weights
         if apply_router_weight_on_input:
             weights = topk_weights.new_ones(topk_weights.shape)
+        if len(wanted(fused_expert_output, weights)) > 0:
+            flat = fused_expert_output.reshape(tokens * k, width)
+            routing = Routing(weights, topk_ids.clamp(max=0))  # 0: the slot has a row
+            return _into(output, sum_of_slots(flat, routing, 1, "TopKWeightAndReduceContiguous"))
+        rows = fused_expert_output.reshape(tokens, k, width)
         return moe_fused_mul_sum(rows.contiguous(), weights, output, topk_ids)
 
 

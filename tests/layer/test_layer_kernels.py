@@ -1,5 +1,7 @@
 """A layer with a modular kernel: dtypes of ids, shared experts beside it, room for its tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from modular import Recorder
@@ -30,6 +32,85 @@ def test_ids_have_the_dtype_that_the_kernel_asks_for(kind):
     layer.kernel = kernel_of(layer, Int64Only())
     torch.testing.assert_close(layer(x, logits), expected)
     assert layer.route(x, logits).topk_ids.dtype == torch.int64
+
+
+def grouped(layer, **changes):
+    """A kernel with the layer's scales and biases."""
+    config = layer.quant_method.get_fused_moe_quant_config(layer)
+    if config is None:
+        biases = {"w1_bias": layer.w13_bias, "w2_bias": layer.w2_bias}
+        config = moe_ops.FusedMoEQuantConfig("unquantized", **biases)
+    experts = moe_ops.pipeline.GroupedGemmExperts(replace(layer.moe_config, **changes), config)
+    return moe_ops.FusedMoEKernel(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), experts)
+
+
+@pytest.mark.parametrize("options", [{"has_bias": True}, {"scheme": "fp8_tensor"}])
+def test_replaced_scales_and_biases_need_another_kernel(options):
+    layer, other = filled(**options).requires_grad_(False), filled(**options).requires_grad_(False)
+    layer.kernel = grouped(layer)
+    x, logits = batch()
+    near = layer(x, logits)
+    for name, param in other.named_parameters():
+        if name not in ("w13_weight", "w2_weight"):
+            param.data.mul_(2)
+    layer.load_state_dict(other.state_dict())  # in place
+    expected = other(x, logits)
+    assert not torch.equal(near, expected)
+    torch.testing.assert_close(layer(x, logits), expected)
+    layer.w13_weight = nn.Parameter(other.w13_weight.data, requires_grad=False)
+    torch.testing.assert_close(layer(x, logits), expected)
+    layer.load_state_dict(other.state_dict(), assign=True)
+    raised = {
+        ValueError: layer,
+        torch._dynamo.exc.Unsupported: torch.compile(layer, backend="eager", fullgraph=True),
+    }
+    for error, call in raised.items():
+        with pytest.raises(error, match="layer.kernel must be set after loading, which rep"):
+            call(x, logits)
+    layer.kernel = grouped(layer)
+    torch.testing.assert_close(layer(x, logits), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, logits), layer(x, logits))
+
+
+class SiluOnly(moe_ops.pipeline.TritonExperts):
+    SUPPORTS = replace(
+        moe_ops.pipeline.TritonExperts.SUPPORTS, activations=(moe_ops.MoEActivation.SILU,)
+    )
+
+    def supports_chunking(self):
+        return False
+
+
+def test_a_kernel_must_serve_its_layer():
+    def refused(layer, kernel, error, text):
+        with pytest.raises(error, match=text):
+            layer.kernel = kernel
+
+    def silu_only(layer):
+        config = moe_ops.FusedMoEQuantConfig("unquantized")
+        experts = SiluOnly(layer.moe_config, config)
+        return moe_ops.FusedMoEKernel(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), experts)
+
+    layer = make()
+    refused(layer, moe_ops.FusedMoEKernel, TypeError, "layer.kernel must be a FusedMoEKernel")
+    monolithic = moe_ops.select_kernel(
+        layer.moe_config, "unquantized", experts=moe_ops.pipeline.MonolithicExperts
+    )
+    refused(layer, monolithic, ValueError, "must be modular.*got MonolithicExperts")
+    for size in ("hidden_dim", "intermediate_size", "num_experts", "experts_per_token"):
+        wrong = {size: getattr(layer.moe_config, size) + 1}
+        refused(layer, grouped(layer, **wrong), ValueError, f"must have the layer's {size}, ")
+    other = moe_ops.FusedMoE(E, 2, H, 24, scheme="fp8_tensor")
+    refused(layer, grouped(other), ValueError, "scheme, unquantized, got fp8_tensor")
+    refused(make(has_bias=True), kernel_of(layer), ValueError, "has_bias, True, got False")
+    layer.kernel = silu_only(layer)
+    gelu, chunked = make(activation="gelu"), make(chunk_size=4)
+    refused(gelu, silu_only(gelu), ValueError, "got SiluOnly: kernel does not support gelu")
+    refused(chunked, silu_only(chunked), ValueError, "chunk_size = 4 asks for, got SiluOnly")
+    with pytest.raises(TypeError, match="layer.quant_method must be a FusedMoEMethodBase, got in"):
+        layer.quant_method = 3
 
 
 class Shared(nn.Module):

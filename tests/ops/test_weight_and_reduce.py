@@ -115,6 +115,13 @@ def test_errors(changes, error, message):
         moe_ops.moe_fused_mul_sum(**arguments)
 
 
+def test_a_backward_pass_names_the_function():
+    x = torch.ones(4, 2, 8, requires_grad=True)
+    out = moe_ops.moe_fused_mul_sum(x, torch.ones(4, 2))
+    with pytest.raises(NotImplementedError, match="gradients of moe_fused_mul_sum are not"):
+        out.sum().backward()
+
+
 @pytest.mark.kernel
 def test_the_operator_refuses_rows_that_share_memory(device):
     """`moe_fused_mul_sum` has checked before; whoever calls the operator itself has not."""

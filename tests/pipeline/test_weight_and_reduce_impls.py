@@ -161,3 +161,22 @@ def test_errors(reduce, shape, output, message):
     out = None if output is None else torch.zeros(output)
     with pytest.raises(ValueError, match=message):
         reduce.apply(out, torch.zeros(shape), *routing("cpu"), False)
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_gradients_of_rows_in_slot_order(on_input, device):
+    """Small whole numbers, whose products and sums are exact."""
+    weights, ids = routing(device)
+    weights, grad = (8 * weights).round(), normal(T, H, device=device).round()
+    rows = normal(T * K, H, device=device).round()
+    leaves = [x.requires_grad_() for x in (rows, weights)]
+    reduce = TopKWeightAndReduceContiguous()
+    for shape in ((T * K, H), (T, K, H)):
+        out = reduce.apply(None, rows.view(shape), weights, ids, on_input)
+        used = torch.ones_like(weights) if on_input else weights
+        plain = in_order(rows.view(T, K, H), used, ids)
+        assert torch.equal(out, plain)
+        drows, dweights = torch.autograd.grad(out, leaves, grad, allow_unused=on_input)
+        near_rows, near_weights = torch.autograd.grad(plain, leaves, grad, allow_unused=on_input)
+        assert torch.equal(drows, near_rows)
+        assert dweights is near_weights is None or torch.equal(dweights, near_weights)

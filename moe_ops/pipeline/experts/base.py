@@ -142,6 +142,9 @@ class FusedMoEExperts(ABC):
 class FusedMoEExpertsModular(FusedMoEExperts):
     """Experts that get the routing as an argument."""
 
+    TAKES_LORA: ClassVar[bool] = False
+    """Whether the ``differentiable_apply`` of this class takes adapters."""
+
     @staticmethod
     def is_monolithic() -> bool:
         """False."""
@@ -163,10 +166,10 @@ class FusedMoEExpertsModular(FusedMoEExperts):
     def takes_lora(cls) -> bool:
         """Whether ``differentiable_apply`` takes adapters, as a last argument ``lora``.
 
-        The class that defines it says so by ``TAKES_LORA = True``.
+        The class that defines it says so by ``TAKES_LORA = True``; a subclass may say False.
         """
         kind = cls._differentiable_kind()
-        return kind is not None and "TAKES_LORA" in vars(kind) and kind.TAKES_LORA
+        return bool(kind is not None and vars(kind).get("TAKES_LORA") and cls.TAKES_LORA)
 
     @classmethod
     def _differentiable_kind(cls) -> Any:
@@ -179,7 +182,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         return None
 
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of intermediates that are not quantized."""
+        """Dtype of both workspaces; `explain` counts their bytes by it."""
         return act_dtype
 
     @abstractmethod
