@@ -218,15 +218,12 @@ def test_factors_of_gate_and_up(engine, monkeypatch, stored, packs):
     monkeypatch.setattr(forms, "reads_packed", lambda *_, **__: packs)
     x, weights, ids, q1, q2, _ = problem("nvfp4_w4a16", hidden=128, width=128)
     for columns in ([1.0, 3.0], [1.0, 1.0], [1.0]):
-        pairs, config = (
-            q1.global_scale[:, None] * torch.tensor(columns),
-            layer(hidden=128, width=128),
-        )
-        method = Method(engine, config, "nvfp4_w4a16")
+        pairs = q1.global_scale[:, None] * torch.tensor(columns)
+        method = Method(engine, layer(hidden=128, width=128), "nvfp4_w4a16")
         method.layer = SimpleNamespace(**{stored: pairs if stored[-1] == "2" else 1 / pairs})
         both, near = (q1._replace(global_scale=pairs), 1e-5) if 3 in columns else (q1, 0)
-        want = expected("nvfp4_w4a16", x, q1.data.clone(), q2.data.clone(), weights, ids,
-                        (both, q2), (None, None))  # fmt: skip
+        data = q1.data.clone(), q2.data.clone()
+        want = expected("nvfp4_w4a16", x, *data, weights, ids, (both, q2), [None] * 2)
         made, *ws = method.made([q._replace(data=q.data.clone()) for q in (q1, q2)], [None] * 2)
         assert made.quant_config.g1_alphas.shape == (4, 2)[: len(columns)]
         torch.testing.assert_close(served(made, x, *ws, weights, ids), want, rtol=near, atol=near)
