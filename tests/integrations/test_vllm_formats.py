@@ -1,7 +1,4 @@
-"""Layers of quantized weights in vLLM, on stand-ins of its functions.
-
-A method of vLLM is played here: it selects, converts, describes and makes a kernel.
-"""
+"""Layers of quantized weights in vLLM: its methods are played, on stand-ins of its functions."""
 
 import logging
 import sys
@@ -222,9 +219,9 @@ def test_factors_of_gate_and_up(engine, monkeypatch, stored, packs):
         method = Method(engine, layer(hidden=128, width=128), "nvfp4_w4a16")
         method.layer = SimpleNamespace(**{stored: pairs if stored[-1] == "2" else 1 / pairs})
         both, near = (q1._replace(global_scale=pairs), 1e-5) if 3 in columns else (q1, 0)
-        data = q1.data.clone(), q2.data.clone()
-        want = expected("nvfp4_w4a16", x, *data, weights, ids, (both, q2), [None] * 2)
-        made, *ws = method.made([q._replace(data=q.data.clone()) for q in (q1, q2)], [None] * 2)
+        copies = [q._replace(data=q.data.clone()) for q in (q1, q2)]
+        want = expected(method.name, x, q1[0], q2[0], weights, ids, (both, q2), [None] * 2)
+        made, *ws = method.made(copies, [None] * 2)
         assert made.quant_config.g1_alphas.shape == (4, 2)[: len(columns)]
         torch.testing.assert_close(served(made, x, *ws, weights, ids), want, rtol=near, atol=near)
 
