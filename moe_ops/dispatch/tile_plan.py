@@ -39,7 +39,7 @@ def split_tiles(
 
 
 def plan_to_read(tiles: AnyTiles, num_slots: int, num_experts: int) -> Tensor | None:
-    """The plan of an expert GEMM, contiguous; None if slots are so few that each is a tile of its own.
+    """The plan of a GEMM, contiguous; None if slots are so few that each is a tile of its own.
 
     Raises:
         ValueError: no plan, and either no ids or too many slots to do without a plan.

@@ -72,7 +72,7 @@ def moe_permute(
 
 
 def _movable(name: str, x: Tensor) -> Tensor:
-    """The same bytes in a dtype that has kernels and ``new_zeros``: integers for small floats."""
+    """View x as integers, unless it is a float that has kernels and ``new_zeros``."""
     if x.is_complex():
         raise TypeError(f"{name} must have a real dtype, got {x.dtype}")
     if x.is_floating_point() and x.itemsize > 1:

@@ -88,8 +88,8 @@ class FusedMoEOptions:
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
-    """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``, which may be a module; no
-    other router beside it."""
+    """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``, the only router. It may
+    be a module."""
     scoring_func: str = "softmax"
     """``softmax``, ``sigmoid`` or ``sqrtsoftplus``."""
     routed_scaling_factor: float = 1
@@ -280,8 +280,8 @@ class FusedMoEOptions:
             checks.tensor("hash_indices_table", self.hash_indices_table, 2, checks.INDICES)
             size = self.hash_indices_table.shape[1]
             checks.size("hash_indices_table.shape[1]", size, "top_k", top_k)
-        for router, other in (("hash_indices_table", "custom_routing_function"),
-                              ("custom_routing_function", "scoring_func")):  # fmt: skip
+        function = "custom_routing_function"
+        for router, other in (("hash_indices_table", function), (function, "scoring_func")):
             names = ("use_grouped_topk", other, "e_score_correction_bias")
             for name in names if getattr(self, router) is not None else ():
                 value = getattr(self, name)

@@ -107,7 +107,7 @@ def put_on_host(
         if any(x.is_meta for x in target.module.parameters()):
             raise ValueError(
                 f"model.{target.name} must hold numbers, got parameters on meta (a device_map that "
-                "offloads to the CPU or the disk leaves them there; load to one device in its place)"
+                "offloads to the CPU or the disk leaves them there; load onto one device)"
             )
     _check_memory(pairs)
     done: list[tuple[HostTarget, int | None, torch.device]] = []

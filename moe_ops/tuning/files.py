@@ -69,7 +69,7 @@ def check_writable(folder: Path, hint: str = OF_TUNED_FILES) -> None:
 
 
 def read(subject: Subject, folder: Path) -> dict[str, Any]:
-    """The entries of a layer by number of tokens: the package's, and those of its file in a folder.
+    """The entries of a layer by number of tokens: its file's in a folder, and what ships.
 
     A file in the user's folder takes the place of the package's, so it begins with what ships.
 

@@ -6,17 +6,8 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
-from tune_trials import (
-    A100,
-    H200,
-    SCHEMES,
-    Clock,
-    kernel_of,
-    nothing_ships,
-    plain_trial,
-    subject,
-)
-from tuned_entries import entry
+from tune_trials import A100, H200, SCHEMES, Clock, kernel_of, plain_trial, subject
+from tuned_entries import entry, nothing_ships
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned

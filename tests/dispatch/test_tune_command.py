@@ -8,18 +8,8 @@ import torch
 from command_line import exit_code
 from conftest import HAS_CUDA, INTERPRETED
 from plans import row_tile
-from tune_trials import (
-    A100,
-    H200,
-    PACKED_SCHEMES,
-    SCHEMES,
-    Clock,
-    kernel_of,
-    nothing_ships,
-    plain_trial,
-    subject,
-)
-from tuned_entries import entry, own
+from tune_trials import A100, H200, PACKED_SCHEMES, SCHEMES, Clock, kernel_of, plain_trial, subject
+from tuned_entries import entry, nothing_ships, own
 
 from moe_ops import cli
 from moe_ops.dispatch.hopper import FETCH, STREAM

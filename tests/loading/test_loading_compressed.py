@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+import moe_ops
+from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.loading.compressed import (
     config_group,
     format_of,
     quantization_config,
     stored_projection,
 )
-from moe_ops.scheme import get_scheme
+from moe_ops.scheme import SCHEMES, get_scheme
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 INT4 = {**FP8, "num_bits": 4, "type": "int"}
@@ -118,3 +120,49 @@ def test_reciprocals_of_reciprocals_are_exact():
     x = (torch.arange(2**23, dtype=torch.int32) + (127 << 23)).view(torch.float32)
     y = 1 / x
     assert torch.equal(1 / (1 / y), y) and not torch.equal(1 / y, x)
+
+
+OWN_KEYS = [
+    "int8:1x*:float32|uint8:1x*:input",
+    "fp8:1x*:float32|int4:1x*:input",
+    "fp8:1x*:float32|uint8:64x64:pow2",
+    "fp8:1x*:float32|int4:32x16:e4m3",
+    "|int4:1x64:e4m3",
+    "|uint8:1x64:float32:zero_point",
+    "|int4:*x*:float32",
+    "|int8:1x64:pow2",
+    "|fp8:16x32:input",
+    "int8:1x64:pow2|int8:16x64:pow2",
+    "fp8:*x*:float32|int8:1x*:vector",
+    "fp8:1x32:e8m0|fp4:1x16:e4m3:global_scale",
+]
+"""Schemes without a name, of which some have no format."""
+
+
+def test_the_package_of_compressed_tensors_reads_them():
+    """Its configuration parses, and it decompresses projections to the same numbers in bf16."""
+    package = pytest.importorskip("compressed_tensors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    for name in [name for name in (*SCHEMES, *OWN_KEYS) if format_of(get_scheme(name))]:
+        scheme = get_scheme(name)
+        said = quantization_config({scheme: ["Linear"]}, ["lm_head"])
+        parsed = quantization.QuantizationConfig.model_validate(said)
+        group = parsed.config_groups["group_0"]
+        compressor = package.compressors.BaseCompressor.get_value_from_registry(said["format"])
+        layer = moe_ops.FusedMoE(2, 2, 128, 256, params_dtype=torch.bfloat16)
+        for param in layer.parameters():
+            param.data.normal_(std=0.1)
+        plain = {"w1": layer.w13_weight[:, :256], "w3": layer.w13_weight[:, 256:],
+                 "w2": layer.w2_weight}  # fmt: skip
+        inputs = torch.randn(9, 128).bfloat16(), torch.randn(9, 2)
+        run = (lambda m, inputs=inputs: m(*inputs)) if scheme.input_scale_names else None
+        moe_ops.quantize_(layer, name, calibrate=run, progress=False)
+        projections = {}
+        for expert, shard, suffix, x in checkpoint_tensors(layer):
+            projections.setdefault((expert, shard), {})[suffix] = x
+        for (expert, shard), tensors in projections.items():
+            found = compressor.decompress(tensors, group)["weight"]
+            q = moe_ops.quantize_weight(plain[shard][expert : expert + 1], name)
+            expected = moe_ops.dequantize_weight(q, name, found.dtype)[0]
+            # For some schemes the package rounds products of scales to bf16 in between.
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)

@@ -42,7 +42,7 @@ def test_the_reference_is_the_formula(key):
 @pytest.mark.kernel
 @pytest.mark.parametrize("key", FORMULAS)
 def test_bits_do_not_depend_on_the_row(key, device):
-    """In float32, in which no rounding hides it; the last elements of a tensor are computed apart."""
+    """In float32, in which no rounding hides that a tensor's last elements are computed apart."""
     generator = torch.Generator().manual_seed(0)
     for width in (26, 38, 40):
         x = (torch.randn(9, width, generator=generator) * 2).to(device)

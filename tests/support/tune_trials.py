@@ -2,10 +2,7 @@
 
 import math
 
-import pytest
-
 from moe_ops import get_scheme
-from moe_ops.dispatch import tuned
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.tuning.search import Subject
 
@@ -19,13 +16,6 @@ SCHEMES = (*PLAIN_SCHEMES, *PACKED_SCHEMES)
 
 def subject(scheme="fp8_block128", sizes=(128, 768, 2048), top_k=8, row_tile=None, gpu=H200):
     return Subject(sizes, top_k, get_scheme(scheme), gpu._replace(row_tile=row_tile))
-
-
-@pytest.fixture
-def nothing_ships(monkeypatch, tmp_path):
-    """The package has no tuned files, with which those of a user would begin."""
-    len(tuned.TABLES)  # read for the tests that follow
-    monkeypatch.setattr(tuned, "PACKAGED", tmp_path / "configs")
 
 
 def kernel_of(trial):

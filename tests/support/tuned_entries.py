@@ -2,12 +2,22 @@
 
 import json
 
+import pytest
+
+from moe_ops.dispatch import tuned
 from moe_ops.dispatch.hopper import PACKED
 from moe_ops.dispatch.tuned_file import file_name, parse_tuned_layer
 from moe_ops.inspect.devices import TARGETS
 
 H200 = TARGETS["sm_90"].facts
 SIZES = (8, 64, 128)
+
+
+@pytest.fixture
+def nothing_ships(monkeypatch, tmp_path):
+    """The package has no tuned files, with which those of a user would begin."""
+    len(tuned.TABLES)  # read for the tests that follow
+    monkeypatch.setattr(tuned, "PACKAGED", tmp_path / "configs")
 
 
 def gemm_of(block_n=64, block_k=64, group_m=1, num_warps=4, num_stages=3):
