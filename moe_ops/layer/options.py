@@ -88,8 +88,8 @@ class FusedMoEOptions:
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
-    """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``, the only router. It may
-    be a module."""
+    """The only router, a function or module: ``f(hidden_states, router_logits, k, renormalize) ->
+    (weights, ids)``."""
     scoring_func: str = "softmax"
     """``softmax``, ``sigmoid`` or ``sqrtsoftplus``."""
     routed_scaling_factor: float = 1
