@@ -21,7 +21,6 @@ SAME = (
     "intermediate_size",
     "num_local_experts",
     "is_act_and_mul",
-    "has_bias",
 )
 """Fields of `FusedMoEConfig` in which a kernel and its layer must be equal."""
 
@@ -49,8 +48,11 @@ def _check_serves(
         raise ValueError(
             f"layer.kernel must be modular, since the layer routes its tokens, got {name}"
         )
+    quant = experts.quant_config
     pairs = {x: (getattr(experts.moe_config, x), getattr(config, x)) for x in SAME}
-    pairs["scheme"] = experts.quant_config.scheme.name, sizes.scheme.name
+    pairs["scheme"] = quant.scheme.name, sizes.scheme.name
+    has_bias = quant.w1_bias is not None or quant.w2_bias is not None
+    pairs["has_bias"] = has_bias, sizes.has_bias
     for fact, (own, wanted) in pairs.items():
         if own != wanted:
             raise ValueError(f"layer.kernel must have the layer's {fact}, {wanted}, got {own}")
@@ -78,10 +80,11 @@ def check_is_current(state: LayerState, parameters: Mapping[str, Any]) -> None:
     """Check that scales and biases are still the parameters that the set kernel was made for.
 
     Raises:
-        ValueError: one of them was replaced, as ``load_state_dict(assign=True)`` does.
+        ValueError: one of them was replaced, as ``load_state_dict(assign=True)`` does, and a copy
+            with scales that are 8-bit floats.
     """
     if not all(map(is_, _held_by_kernels(parameters), state.beside_kernel)):
         raise ValueError(
-            "layer.kernel must be set after loading, which replaced scales or biases that it "
-            f"holds, got a kernel for earlier parameters ({type(state.kernel).__name__})"
+            "layer.kernel must be set after loading or copying, which replaced scales or biases "
+            f"that it holds, got a kernel for earlier parameters ({type(state.kernel).__name__})"
         )

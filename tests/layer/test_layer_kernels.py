@@ -65,7 +65,7 @@ def test_replaced_scales_and_biases_need_another_kernel(options):
         torch._dynamo.exc.Unsupported: torch.compile(layer, backend="eager", fullgraph=True),
     }
     for error, call in raised.items():
-        with pytest.raises(error, match="layer.kernel must be set after loading, which rep"):
+        with pytest.raises(error, match="layer.kernel must be set after loading or copying, which"):
             call(x, logits)
     layer.kernel = grouped(layer)
     torch.testing.assert_close(layer(x, logits), expected)
