@@ -205,7 +205,8 @@ def test_where_there_are_none():
     refused(cut, r"with both ep_size \(2\) and tp_size \(2\)")
     refused(moe_ops.FusedMoE(E, K, H, I, enable_eplb=True), "with enable_eplb, which moves")
     other = moe_ops.FusedMoE(E, K, H, I)
-    part = moe_ops.pipeline.AsyncPrepareAndFinalize(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP())
+    part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
+    part.takes_lora = lambda: False
     other.kernel = kernel_of(small, part)
     refused(other, "unless prepare_finalize takes adapters")
     summed = moe_ops.FusedMoE(E, K, H, I, ep_size=2, ep_rank=1, reduce_results=True)
