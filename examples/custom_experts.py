@@ -36,7 +36,9 @@ class DenseExperts(pipeline.FusedMoEExpertsModular):
     def apply(self, x, w1, w2, topk_weights, topk_ids, *_):
         gate, up = torch.stack([linear(x, w) for w in w1]).chunk(2, dim=-1)
         rows = torch.stack([linear(h, w) for h, w in zip(silu(gate) * up, w2, strict=True)])
-        return rows[topk_ids.long(), torch.arange(len(x), device=x.device)[:, None]]
+        slots = torch.arange(topk_ids.numel(), device=x.device).view_as(topk_ids)
+        per_row = max(topk_ids.numel() // max(len(x), 1), 1)  # k; or 1, with weights on the input
+        return rows[topk_ids.long(), slots // per_row]
 
 
 def main():

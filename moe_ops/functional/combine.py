@@ -32,8 +32,8 @@ def moe_fused_mul_sum(
     Args:
         inputs: ``(T, k, H)`` bf16, fp16 or fp32, contiguous.
         topk_weights: ``(T, k)`` bf16, fp16 or fp32, contiguous; need not sum to one.
-        outputs: ``(T, H)`` to write to, with contiguous rows that do not overlap; None: a fresh
-            tensor.
+        outputs: ``(T, H)`` to write to, with contiguous rows that overlap neither each other nor
+            ``inputs``; None: a fresh tensor.
         topk_ids: ``(T, k)`` int32 or int64; required with ``expert_map``.
         expert_map: ``(E,)`` or None.
         num_valid_tokens: int32 or int64 ``[1]`` on the device; rows from this index on are zeros.

@@ -88,6 +88,17 @@ def test_custom_experts_compute_the_layer(reduction, chunk_size):
     assert_matches_reference(actual, bounded_oracle(problem, inputs), expected)
 
 
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_custom_experts_get_a_row_per_slot_with_weights_on_the_input(chunk_size):
+    problem = Problem(num_tokens=5, top_k=2, on_input=True)
+    inputs, part = make_inputs(problem, "cpu", 0), MoEPrepareAndFinalizeNoEP()
+    experts = DenseExperts(layer(), UNQUANTIZED)
+    kernel = moe_ops.FusedMoEKernel(part, experts, chunk_size=chunk_size)
+    actual = kernel.apply(*inputs[:5], apply_router_weight_on_input=True)
+    expected = reference_experts(problem, inputs)
+    assert_matches_reference(actual, bounded_oracle(problem, inputs), expected)
+
+
 def test_a_call_has_an_activation_of_its_experts():
     inputs = make_inputs(TRAINED, "cpu", 0)[:5]
     part = MoEPrepareAndFinalizeNoEP()
