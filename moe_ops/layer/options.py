@@ -29,6 +29,12 @@ OF_THE_CONFIG = (
 """Options that ``moe_parallel_config`` replaces."""
 OF_EXCHANGES = ("max_num_tokens", "equal_num_tokens", "capacity_factor", "on_dead_rank")
 """Options of the exchange of tokens."""
+_GROUPS, _BIAS = "use_grouped_topk", "e_score_correction_bias"
+OTHER_ROUTERS = {
+    "hash_indices_table": (_GROUPS, "custom_routing_function", _BIAS),
+    "custom_routing_function": (_GROUPS, "scoring_func", _BIAS),
+}
+"""Options that must keep their defaults beside a router of the caller's."""
 FORMER = "quant_config"
 """The former name of ``scheme``. Elsewhere it is a `FusedMoEQuantConfig`, of a scheme's tensors."""
 OTHER_NAMES = {"dtype": "params_dtype", "bias": "has_bias"}
@@ -88,8 +94,7 @@ class FusedMoEOptions:
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
-    """The only router, a function or module: ``f(hidden_states, router_logits, k, renormalize) ->
-    (weights, ids)``."""
+    """The only router: ``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``."""
     scoring_func: str = "softmax"
     """``softmax``, ``sigmoid`` or ``sqrtsoftplus``."""
     routed_scaling_factor: float = 1
@@ -199,8 +204,7 @@ class FusedMoEOptions:
         checks.topk("top_k", top_k, num_experts)
         checks.one_of("scoring_func", self.scoring_func, SCORING_FUNCS)
         checks.factor("routed_scaling_factor", self.routed_scaling_factor)
-        bias = self.e_score_correction_bias
-        if bias is not None:
+        if (bias := self.e_score_correction_bias) is not None:
             checks.tensor("e_score_correction_bias", bias, 1, (torch.float32,))
             name, size = "e_score_correction_bias.shape[0]", bias.shape[0]
             checks.size(name, size, "the number of logits", num_logits)
@@ -276,14 +280,11 @@ class FusedMoEOptions:
 
     def _check_router(self, top_k: int) -> None:
         """Check that a table has ``top_k`` columns, and that one router chooses."""
-        if self.hash_indices_table is not None:
-            checks.tensor("hash_indices_table", self.hash_indices_table, 2, checks.INDICES)
-            size = self.hash_indices_table.shape[1]
-            checks.size("hash_indices_table.shape[1]", size, "top_k", top_k)
-        function = "custom_routing_function"
-        for router, other in (("hash_indices_table", function), (function, "scoring_func")):
-            names = ("use_grouped_topk", other, "e_score_correction_bias")
-            for name in names if getattr(self, router) is not None else ():
+        if (table := self.hash_indices_table) is not None:
+            checks.tensor("hash_indices_table", table, 2, checks.INDICES)
+            checks.size("hash_indices_table.shape[1]", table.shape[1], "top_k", top_k)
+        for router, names in OTHER_ROUTERS.items():
+            for name in () if getattr(self, router) is None else names:
                 value = getattr(self, name)
                 if isinstance(value, Tensor) or value != getattr(type(self), name):
                     rule = f"be left out with {router}, which chooses"

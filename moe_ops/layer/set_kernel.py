@@ -36,7 +36,7 @@ def with_kernel(layer: Any, kernel: Any) -> LayerState:
     if kernel is not None:
         checks.instance("layer.kernel", kernel, FusedMoEKernel)
         _check_serves(kernel, layer.moe_config, layer.sizes, layer.chunk_size)
-    held = _held_by_kernels(layer._parameters)
+    held = {} if kernel is None else _held_by_kernels(layer._parameters)
     return replace(layer.state, kernel=kernel, beside_kernel=held)
 
 
@@ -71,9 +71,10 @@ def _check_serves(
         )
 
 
-def _held_by_kernels(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+def _held_by_kernels(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return scales and biases, which a kernel's experts hold; weights come with each call."""
-    return tuple(x for name, x in parameters.items() if name not in ("w13_weight", "w2_weight"))
+    weights = ("w13_weight", "w2_weight")
+    return {name: x for name, x in parameters.items() if x is not None and name not in weights}
 
 
 def check_is_current(state: LayerState, parameters: Mapping[str, Any]) -> None:
@@ -83,7 +84,8 @@ def check_is_current(state: LayerState, parameters: Mapping[str, Any]) -> None:
         ValueError: one of them was replaced, as ``load_state_dict(assign=True)`` does, and a copy
             with scales that are 8-bit floats.
     """
-    if not all(map(is_, _held_by_kernels(parameters), state.beside_kernel)):
+    held = state.beside_kernel
+    if not all(map(is_, map(parameters.get, held), held.values())):
         raise ValueError(
             "layer.kernel must be set after loading or copying, which replaced scales or biases "
             f"that it holds, got a kernel for earlier parameters ({type(state.kernel).__name__})"

@@ -123,8 +123,8 @@ class LayerState:
     """How the layer's experts are stored and multiplied: a `FusedMoEMethodBase`."""
     kernel: FusedMoEKernel | None = _beside()
     """The kernel that a caller has set."""
-    beside_kernel: tuple[Any, ...] = _beside(default=())
-    """The layer's scales and biases when ``kernel`` was set."""
+    beside_kernel: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The layer's scales and biases by name when ``kernel`` was set."""
     host_experts: HostExperts | None = _beside()
     """Store and slots, if the experts are in host memory."""
     eplb_state: LayerEplbState | None = _beside()
