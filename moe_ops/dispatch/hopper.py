@@ -43,6 +43,10 @@ STREAM_ROWS = 32
 """The largest row tile for which the swap-AB kernel is chosen without a tuned file."""
 STREAM_STAGES = 5
 """Stages of 128 weight rows; more bring nothing."""
+SHORT_BOX_STAGES = 8
+"""Stages of 64 weight rows in a GEMM of many boxes; more were a percent slower."""
+LONG_BOX_ROW = 2560
+"""Bytes of a weight row from which many boxes have 64 of them: shorter rows begin too often."""
 LONGEST_INT8 = (2**31 - 1) // 128**2
 """The largest K for which no sum of int8 products leaves int32."""
 WGRAD_BLOCKS, WGRAD_STEP, WGRAD_STAGES = (128, 256), 64, 4
@@ -152,12 +156,18 @@ def tall_tiles(kernel: str, gemm: Gemm, block_m: int, device: Device) -> HopperT
 
 
 def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
-    """Long TMA boxes, unless they are too few to keep all SMs busy."""
+    """Long TMA boxes, unless they are too few to keep all SMs busy.
+
+    The boxes of a gated weight with long rows are short as well, in fewer stages, if there are too
+    many for all to run at once: their programs end closer together.
+    """
     boxes = gemm.active * cdiv(gemm.n * gemm.halves, 128)
     busy = 3 * boxes >= 2 * device.processors
-    block_n = tile_widths(STREAM, block_m, gemm.itemsize)[-1 if busy else 0]
+    many = 2 * boxes > 3 * device.processors and block_m == 16
+    short = many and gemm.halves == 2 and gemm.k >= LONG_BOX_ROW
+    block_n = tile_widths(STREAM, block_m, gemm.itemsize)[-1 if busy and not short else 0]
     tiles = HopperTiles(STREAM, block_m, block_n, 1 if block_m <= 32 else 8, LEAST_STAGES)
-    most = STREAM_STAGES * 128 // block_n
+    most = SHORT_BOX_STAGES if short else STREAM_STAGES * 128 // block_n
     return replace(tiles, num_stages=min(most, most_stages(tiles, device)))
 
 
