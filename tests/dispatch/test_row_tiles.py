@@ -9,6 +9,7 @@ from table_items import every_row
 import moe_ops
 from moe_ops import ops, testing
 from moe_ops.dispatch.device import Device, assumed
+from moe_ops.dispatch.hopper import stream_tiles
 from moe_ops.dispatch.portable import ScaleGroups, gemm_tiles, scaled_gemm_tiles
 from moe_ops.dispatch.row_tiles import (
     EIGHT_BIT,
@@ -240,6 +241,28 @@ def test_portable_tiles():
         tiles = gemm_tiles(gemm, H200)
         long = 128 if tiles.block_m <= 32 else 64
         assert (tiles.block_n, tiles.block_k) == (expected, min(long, gemm.k))
+    for gemm, expected in (  # gated: CTAs of 64 columns in two rounds, and in more
+        (Gemm(2, 16, 8448, 5120, 2, 2, PORTABLE), (64, 128, 1, 4)),
+        (Gemm(2, 16, 8449, 5120, 2, 2, PORTABLE), (32, 128, 1, 2)),
+        (Gemm(4096, 160, 640, 6144, 2, 2, PORTABLE), (64, 64, 1, 4)),
+        (Gemm(4096, 160, 6144, 640, 2, 1, PORTABLE), (128, 64, 1, 4)),
+    ):
+        tiles = gemm_tiles(gemm, H200)
+        assert (tiles.block_n, tiles.block_k, tiles.group_m, tiles.num_warps) == expected
     gemm = Gemm(32768, 8, 2048, 2048, 1, 2, PORTABLE)
     gated = scaled_gemm_tiles(gemm, ScaleGroups(128, 128), H200)
     assert (gated.block_m, gated.num_stages) == (128, 3)
+
+
+def test_tiles_of_boxes():
+    """Boxes of a gated weight are short if many have long rows; few boxes are short everywhere."""
+    for gemm, rows, expected in (
+        (Gemm(64, 64, 3072, 2560, 1, 2, PORTABLE), 16, (64, 8)),
+        (Gemm(64, 64, 3072, 2559, 1, 2, PORTABLE), 16, (128, 5)),
+        (Gemm(64, 64, 3072, 2560, 1, 1, PORTABLE), 16, (128, 5)),
+        (Gemm(64, 64, 3072, 2560, 1, 2, PORTABLE), 32, (128, 5)),
+        (Gemm(9, 64, 1408, 2560, 1, 2, PORTABLE), 16, (128, 5)),
+        (Gemm(1, 64, 3072, 2560, 1, 2, PORTABLE), 16, (64, 10)),
+    ):
+        tiles = stream_tiles(gemm, rows, H200)
+        assert (tiles.block_n, tiles.num_stages) == expected
