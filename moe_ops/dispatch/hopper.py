@@ -159,7 +159,7 @@ def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """Long TMA boxes, unless they are too few to keep all SMs busy.
 
     The boxes of a gated weight with long rows are short as well, in fewer stages, if there are too
-    many for all to run at once: their programs end closer together.
+    many for all to run at once: programs then finish closer together.
     """
     boxes = gemm.active * cdiv(gemm.n * gemm.halves, 128)
     busy = 3 * boxes >= 2 * device.processors

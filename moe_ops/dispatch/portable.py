@@ -34,7 +34,7 @@ def _fitting(tiles: TileConfig, gemm: Gemm, weight_bits: int, device: Device) ->
 def _columns_of_few_rows(gemm: Gemm, device: Device) -> tuple[int, int]:
     """Columns and warps of a CTA that reads a 16-bit weight for at most 32 rows."""
     block_n, gated = 128 // gemm.halves, gemm.halves == 2
-    # Timed on Hopper: CTAs that do not all run in two rounds end closer together if small.
+    # Timed on Hopper: where CTAs take more than two rounds, small ones finish closer together.
     if gated and device.arch == 90 and gemm.active * cdiv(gemm.n, block_n) > 2 * device.processors:
         return 32, 2
     # One token of a layer with few, large experts: more and smaller CTAs load faster.
@@ -61,8 +61,8 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     elif small:
         block_k, group_m = 128, 1
         block_n, num_warps = _columns_of_few_rows(gemm, device)
-    elif device.arch == 90 and block_m == 64:  # timed there: fewer warps, and tiles in order
-        block_n, num_warps, group_m = 64 if gated else 128, 4, 1
+    elif device.arch == 90 and gemm.row_tile == 64:  # timed there; a row tile of 192 has many rows
+        block_n, num_warps, group_m = 64 if gated else 128, 4, 8
     elif gated:
         block_n, block_k = (128, 64) if hopper or block_m == 64 else (64, 32)
     elif block_m == 128 and hopper:

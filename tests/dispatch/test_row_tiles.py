@@ -244,8 +244,9 @@ def test_portable_tiles():
     for gemm, expected in (  # gated: CTAs of 64 columns in two rounds, and in more
         (Gemm(2, 16, 8448, 5120, 2, 2, PORTABLE), (64, 128, 1, 4)),
         (Gemm(2, 16, 8449, 5120, 2, 2, PORTABLE), (32, 128, 1, 2)),
-        (Gemm(4096, 160, 640, 6144, 2, 2, PORTABLE), (64, 64, 1, 4)),
-        (Gemm(4096, 160, 6144, 640, 2, 1, PORTABLE), (128, 64, 1, 4)),
+        (Gemm(4096, 160, 640, 6144, 2, 2, PORTABLE), (64, 64, 8, 4)),
+        (Gemm(4096, 160, 6144, 640, 2, 1, PORTABLE), (128, 64, 8, 4)),
+        (Gemm(4096, 8, 640, 6144, 2, 2, one_row_tile(192)), (128, 64, 16, 8)),
     ):
         tiles = gemm_tiles(gemm, H200)
         assert (tiles.block_n, tiles.block_k, tiles.group_m, tiles.num_warps) == expected
