@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import is_
 from typing import Any, cast
 
 import torch
@@ -18,7 +17,7 @@ from moe_ops.layer.forms import in_forms_for_device
 from moe_ops.layer.host_memory import reason_against
 from moe_ops.layer.initial import warn_if_empty
 from moe_ops.layer.main_grads import Weights, with_main_grads
-from moe_ops.layer.parameters import parameter_specs, stored_config
+from moe_ops.layer.parameters import Held, parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.replicas import trained_together
 from moe_ops.layer.set_kernel import check_is_current, with_kernel
@@ -204,9 +203,9 @@ class FusedMoEMethodBase(ABC):
         It is made when the layer's state or parameters change, in calls that are compiled, and with
         ``biases`` of both weights in place of the layer's own.
         """
-        own, once = layer._parameters.values(), torch.compiler.is_compiling() or len(biases) > 0
+        own, once = layer._parameters, torch.compiler.is_compiling() or len(biases) > 0
         made = None if once else layer.state.made.get("kernel")
-        if made is not None and all(map(is_, own, made.parameters)):
+        if made is not None and made.held.are_of(own):
             return cast(FusedMoEKernel, made.value)
         part = layer.state.exchange
         if part is None:
@@ -226,7 +225,7 @@ class FusedMoEMethodBase(ABC):
             chunk_size=layer.chunk_size,
         )
         if not once:
-            layer.state.made["kernel"] = Made(kernel, [*own])
+            layer.state.made["kernel"] = Made(kernel, Held(own))
         return kernel
 
     def init_prepare_finalize(self, layer: ExpertLayer) -> None:
@@ -316,11 +315,11 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         """
         if torch.compiler.is_compiling():  # the compiler traces how it is made
             return stored_config(layer.state.sizes.scheme, layer._parameters)
-        made, own = layer.state.made.get("config"), layer._parameters.values()
-        if made is not None and all(map(is_, own, made.parameters)):
+        made, own = layer.state.made.get("config"), layer._parameters
+        if made is not None and made.held.are_of(own):
             return cast(FusedMoEQuantConfig, made.value)
-        config = stored_config(layer.state.sizes.scheme, layer._parameters)
-        layer.state.made["config"] = Made(config, [*own])
+        config = stored_config(layer.state.sizes.scheme, own)
+        layer.state.made["config"] = Made(config, Held(own))
         if layer.state.initial_seed is not None:  # else zeros were loaded, as ranks of padding have
             self._warned = self._warned or warn_if_empty((config.w1_scale, config.w2_scale))
         return config

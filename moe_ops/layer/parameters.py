@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX
@@ -115,3 +117,26 @@ def stored_config(scheme: Scheme, parameters: Mapping[str, Any]) -> FusedMoEQuan
         scale = parameters[f"{which}_{SUFFIX['input_scale']}"]
         tensors[name] = None if scale is None else scale[:1]
     return FusedMoEQuantConfig(scheme, **tensors)
+
+
+class Held:
+    """Parameters of a layer, by name, of which something was made."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self.named = {**parameters}
+        own = [x for name, x in self.named.items() if name.endswith(SUFFIX["input_scale"])]
+        # Under FakeTensorMode and torch.func there is nothing behind a tensor.
+        self.first = [(x, x.detach()[:1]) for x in own if type(x) is nn.Parameter]
+        """Static scales, and the view of each that `stored_config` makes."""
+
+    def are_of(self, parameters: Mapping[str, Any]) -> bool:
+        """Whether they are still these parameters, in the same memory.
+
+        A view stays behind if a parameter gets other memory: by ``data``, or in a copy.
+        """
+        named = self.named
+        if not all(map(is_, map(parameters.get, named), named.values())):
+            return False
+        if not self.first or torch.compiler.is_compiling():  # compiled code makes its views
+            return True
+        return all(x.data_ptr() == view.data_ptr() for x, view in self.first)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 from moe_ops import checks
+from moe_ops.layer.parameters import Held
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.state import LayerState
 from moe_ops.pipeline.config import FusedMoEConfig
@@ -36,7 +36,7 @@ def with_kernel(layer: Any, kernel: Any) -> LayerState:
     if kernel is not None:
         checks.instance("layer.kernel", kernel, FusedMoEKernel)
         _check_serves(kernel, layer.moe_config, layer.sizes, layer.chunk_size)
-    held = {} if kernel is None else _held_by_kernels(layer._parameters)
+    held = None if kernel is None else Held(_beside_weights(layer._parameters))
     return replace(layer.state, kernel=kernel, beside_kernel=held)
 
 
@@ -71,7 +71,7 @@ def _check_serves(
         )
 
 
-def _held_by_kernels(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _beside_weights(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return scales and biases, which a kernel's experts hold; weights come with each call."""
     weights = ("w13_weight", "w2_weight")
     return {name: x for name, x in parameters.items() if x is not None and name not in weights}
@@ -82,10 +82,10 @@ def check_is_current(state: LayerState, parameters: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: one of them was replaced, as ``load_state_dict(assign=True)`` does, and a copy
-            with scales that are 8-bit floats.
+            with static scales or scales that are 8-bit floats.
     """
     held = state.beside_kernel
-    if not all(map(is_, map(parameters.get, held), held.values())):
+    if held is not None and not held.are_of(parameters):
         raise ValueError(
             "layer.kernel must be set after loading or copying, which replaced scales or biases "
             f"that it holds, got a kernel for earlier parameters ({type(state.kernel).__name__})"

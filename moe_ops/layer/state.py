@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.layer.parameters import Held
 from moe_ops.layer.partition import LayerSizes, aligned_sizes
 from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import FusedMoEParallelConfig
@@ -70,7 +71,7 @@ class Made(NamedTuple):
     """What was made of a state and of parameters, and is right as long as they are these."""
 
     value: Any
-    parameters: list[Any]
+    held: Held
 
 
 def short(experts: Sequence[int]) -> str:
@@ -123,8 +124,8 @@ class LayerState:
     """How the layer's experts are stored and multiplied: a `FusedMoEMethodBase`."""
     kernel: FusedMoEKernel | None = _beside()
     """The kernel that a caller has set."""
-    beside_kernel: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """The layer's scales and biases by name when ``kernel`` was set."""
+    beside_kernel: Held | None = _beside()
+    """The layer's scales and biases when ``kernel`` was set."""
     host_experts: HostExperts | None = _beside()
     """Store and slots, if the experts are in host memory."""
     eplb_state: LayerEplbState | None = _beside()

@@ -1,5 +1,6 @@
 """A layer with a modular kernel: dtypes of ids, shared experts beside it, room for its tokens."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,58 @@ def test_replaced_scales_and_biases_need_another_kernel(options):
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x, logits), layer(x, logits))
+
+
+STATIC = ["fp8_tensor_static", "nvfp4", "mxfp4_w4a8"]
+
+
+def static(scheme):
+    """A layer with static input scales, and a batch of its size."""
+    layer, (x, logits) = moe_ops.FusedMoE(E, 2, 64, 64), batch(hidden=64)
+    moe_ops.quantize_(layer, scheme, calibrate=lambda layer: layer(x, logits), progress=False)
+    return layer, (x, logits)
+
+
+def other_memory(scale):
+    scale.data = scale.data * 3
+
+
+def set_(scale):
+    with torch.no_grad():
+        scale.set_(scale.detach() * 3)
+
+
+@pytest.mark.parametrize("change", [other_memory, set_, lambda scale: scale.data.mul_(3)])
+@pytest.mark.parametrize("scheme", STATIC)
+def test_a_static_scale_counts_in_whatever_memory_it_is(scheme, change):
+    layer, (x, logits) = static(scheme)
+    before, changed = layer(x, logits), copy.deepcopy(layer)
+    for scale in (layer.w13_input_scale, layer.w2_input_scale):
+        change(scale)
+    changed.load_state_dict(layer.state_dict())
+    expected = changed(x, logits)
+    assert not torch.equal(before, expected)
+    assert torch.equal(layer(x, logits), expected)
+    config = layer.quant_method.get_fused_moe_quant_config(layer)
+    assert layer.quant_method.get_fused_moe_quant_config(layer) is config
+
+
+@pytest.mark.parametrize("scheme", STATIC)
+def test_a_set_kernel_does_not_run_with_a_static_scale_of_other_memory(scheme):
+    layer, (x, logits) = static(scheme)
+    layer.kernel = grouped(layer)
+    before = layer(x, logits)
+    layer.w13_input_scale.data.mul_(3)
+    after = layer(x, logits)
+    assert not torch.equal(before, after)
+    set_(layer.w2_input_scale)
+    with pytest.raises(ValueError, match="layer.kernel must be set after loading or copying"):
+        layer(x, logits)
+    layer.kernel = grouped(layer)
+    assert not torch.equal(layer(x, logits), after)
+    if scheme != "nvfp4":  # torch does not copy the 8-bit floats that its kernel holds
+        with pytest.raises(ValueError, match="layer.kernel must be set after loading or copying"):
+            copy.deepcopy(layer)(x, logits)
 
 
 class SiluOnly(moe_ops.pipeline.TritonExperts):
