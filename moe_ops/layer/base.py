@@ -126,6 +126,12 @@ class ExpertLayer(nn.Module):
                 self._buffers[name] = None if x is None else x.to(stage.state.device)
         self.state = stage.state
 
+    def follow_dtype(self) -> None:
+        """Note a dtype that plain weights did not get by a cast, but by ``assign`` or ``data``."""
+        sizes = self.sizes.with_dtype(self.w13_weight.dtype)
+        if sizes.dtype != self.sizes.dtype:
+            self.state = replace(self.state, sizes=sizes, cast_dtype=None)
+
     def renew_slots(self) -> None:
         """Forget what the slots hold, once the parameters have changed, or make new slots.
 

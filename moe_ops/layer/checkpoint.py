@@ -142,6 +142,7 @@ def load_checkpoint(
         raise ValueError("quantize must be False for a layer without a scheme, got True")
     prefix = (prefix or layer.prefix).removesuffix(".")
     prefix += "." if prefix else ""
+    layer.follow_dtype()
     with _stage_of(layer) as stage:
         placing = Placing(layer, stage, layout, quantize=quantize)
         return _load(layer, placing, source, prefix, strict=strict, progress=progress)
@@ -293,7 +294,7 @@ def _overwrite_all(layer: FusedMoE, stage: Stage) -> None:
         old, new = own.get(name), stage.parameters.get(name)
         if old is new:
             continue
-        if old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
+        if old is not None and new is not None and _takes_values(old, new):
             _overwrite(old, new.data)
         elif old is not None and hasattr(old, "device_mesh"):
             got = None if new is None else tuple(new.shape)
@@ -304,6 +305,12 @@ def _overwrite_all(layer: FusedMoE, stage: Stage) -> None:
         else:
             own[name] = new
     layer.take(Stage(held.holding(stage.state), own))
+
+
+def _takes_values(old: Tensor, new: Tensor) -> bool:
+    """Whether a parameter can hold values. One that was cast, in whatever way, casts them."""
+    same = old.dtype == new.dtype or (old.dtype in checks.FLOATS and new.dtype in checks.FLOATS)
+    return old.shape == new.shape and same
 
 
 def _overwrite(parameter: Any, whole: Tensor) -> None:

@@ -36,6 +36,10 @@ CAST = ("w13_bias", "w2_bias", SHARED_GATE)
 """Parameters that ``.to(dtype)`` casts in a quantized layer."""
 CAST_UNQUANTIZED = (*CAST, "w13_weight", "w2_weight")
 """Parameters that ``.to(dtype)`` casts in an unquantized layer."""
+KEPT_BUFFERS = (
+    "e_score_correction_bias", "hash_indices_table", "expert_map", "w13_input_order", "eplb_step",
+)  # fmt: skip
+"""Buffers that keep their dtypes. What others add, like masks of pruning, is cast."""
 
 
 class KeepsBits(ExpertLayer):
@@ -139,7 +143,7 @@ class KeepsBits(ExpertLayer):
                 return kept_there[id(x)]
             if id(x) not in kept:
                 return fn(x)
-            return _same_bits(x.data.contiguous(), fn)
+            return _same_bits(x.data, fn)
 
         expert_map = self._buffers.get("expert_map")
         super()._apply(moved, recurse=False)
@@ -153,8 +157,10 @@ class KeepsBits(ExpertLayer):
         return self
 
     def _kept(self, cast: Container[str]) -> set[int]:
+        own = {**parameter_specs(self.sizes), **dict.fromkeys(KEPT_BUFFERS)}
         tensors = {**self._parameters, **self._buffers}
-        return {id(x) for name, x in tensors.items() if name not in cast and x is not None}
+        kept = [x for name, x in tensors.items() if name in own and name not in cast]
+        return {id(x) for x in kept if x is not None}
 
     def __prepare_scriptable__(self) -> None:
         """Raise for `torch.jit.script`, which calls this for each module of a model."""
@@ -184,10 +190,12 @@ class KeepsBits(ExpertLayer):
 
 def _same_bits(x: Tensor, fn: Any) -> Tensor:
     """Return what ``fn`` makes of a tensor whose bits stay: ``fn`` gets its bytes."""
-    moved = fn(x.view(torch.uint8))  # `.to(dtype)` leaves integers alone
+    # One axis: `contiguous` leaves an axis of size 1 any stride, with which `view` refuses bytes.
+    stored = x.contiguous().view(-1).view(torch.uint8)
+    moved = fn(stored)  # `.to(dtype)` leaves integers alone
     if moved.dtype != torch.uint8:  # `.type(dtype)` does not
-        moved = x.view(torch.uint8).to(moved.device)
-    return moved.view(x.dtype)
+        moved = stored.to(moved.device)
+    return moved.view(x.dtype).view(x.shape)
 
 
 def _packed_fill(byte: float) -> int:

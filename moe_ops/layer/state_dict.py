@@ -9,7 +9,6 @@ dict without this entry comes from an earlier version, and is loaded without a c
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -122,9 +121,7 @@ class KeepsStateDict(ExpertLayer):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        sizes = self.sizes.with_dtype(self.w13_weight.dtype)
-        if sizes.dtype != self.sizes.dtype:  # with `assign=True`
-            self.state = replace(self.state, sizes=sizes, cast_dtype=None)
+        self.follow_dtype()
         self.renew_slots()
 
     def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:

@@ -12,6 +12,7 @@ from checkpoints import Experts, per_expert
 from loaded_layers import SECOND_OF_TWO, E, H, I, batch, loaded, make
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 
 import moe_ops
 from moe_ops.layer import parameter_specs
@@ -199,3 +200,30 @@ def test_what_a_cast_changes():
             assert layer.moe_config.in_dtype == dtype
             assert layer.w13_weight.dtype == torch.float8_e4m3fn
             assert torch.equal(layer.w13_weight_scale, scale)
+
+
+def test_what_pruning_holds_is_cast():
+    layer, (x, logits) = make(has_bias=True, scheme=None), batch()
+    prune.l1_unstructured(layer, "w13_weight", 0.5)
+    prune.l1_unstructured(layer, "w2_bias", 0.5)
+    layer.to(torch.float16)
+    assert {p.dtype for p in layer.parameters()} == {torch.float16}
+    assert layer(x.half(), logits).dtype == torch.float16
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_one_group_a_row_moves_in_any_form(pack):
+    layer = moe_ops.FusedMoE(E, 2, 128, 128)
+    moe_ops.quantize_(layer, "int4_w4a16_g128", progress=False)
+    read = moe_ops.FusedMoE(E, 2, 128, 128, scheme="int4_w4a16_g128", device="meta")
+    if pack:
+        layer.pack_()
+    # Tensors as files give them: an axis of size 1 has the stride that its place asks for.
+    saved = {name: x.flatten().view(x.shape) for name, x in layer.state_dict().items()}
+    read.load_state_dict(saved, assign=True)
+    read.unpack_()
+    x, logits = torch.randn(4, 128), torch.randn(4, E)
+    expected = layer(x, logits)
+    for move in (read.half, read.share_memory, lambda: read.to(torch.float32)):
+        move()
+        assert torch.equal(read(x, logits), expected)

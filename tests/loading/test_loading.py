@@ -165,3 +165,24 @@ def test_a_wider_layer_has_zeros_behind():
     assert layer.hidden_size == 512
     assert torch.equal(layer.w13_weight[:, :24, :288], experts.gate)
     assert not layer.w13_weight[..., 288:].any() and not layer.w2_weight[:, 288:].any()
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_channel"])
+def test_parameters_that_were_cast_stay_themselves(scheme):
+    """However they were cast: optimizers and captured graphs hold them."""
+    experts = Experts.random(E, H, I)
+    source = per_expert(experts if scheme is None else experts.quantized(scheme))
+    rows = {"gate_proj": I, "up_proj": I, "down_proj": H}
+    names = [(f"experts.{e}.{name}.bias", n) for e in range(E) for name, n in rows.items()]
+    source |= {name: torch.randn(n) for name, n in names}
+    layer, whole = (make(scheme, has_bias=True, params_dtype=torch.float32) for _ in range(2))
+    load(whole, source)
+    layer.to(torch.bfloat16)
+    for x in layer.parameters():
+        if x.dtype == torch.bfloat16:
+            x.data = x.data.half()
+    before = {name: (x, x.dtype, x.data_ptr()) for name, x in layer.named_parameters()}
+    load(layer, source)
+    for name, x in layer.named_parameters():
+        assert (x, x.dtype, x.data_ptr()) == before[name]
+        assert torch.equal(x.float(), whole.get_parameter(name).to(x.dtype).float())
