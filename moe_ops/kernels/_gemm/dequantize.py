@@ -8,10 +8,10 @@ For 16-bit activations two neighbours along K are converted at once, in the 16-b
   format. The result is the number (subnormals included) times a power of two, which a
   multiplication by `missing` corrects.
 
-All of this is exact, except that e4m3 numbers that are NaN become 480. GPUs with instructions for
-e4m3 (see `converts_e4m3`) convert these numbers in fewer steps, and keep NaN. Scales keep NaN and
-their sign on every GPU. If a tile has few rows and each step of K lies within one scale group, scales
-multiply the step's product in float32. Otherwise they multiply the weights, rounded once.
+Both are exact, except that an e4m3 number that is NaN becomes 480. GPUs that convert e4m3 numbers
+(see `converts_e4m3`) do so in fewer instructions, and keep NaN. Scales keep NaN and their sign on
+every GPU. If a tile has few rows and each step of K lies within one scale group, scales multiply
+the step's product in float32. Otherwise they multiply the weights, rounded once.
 """
 
 from __future__ import annotations
