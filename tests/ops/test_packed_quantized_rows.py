@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from decoded_gemms import quantized_rows, spoil
+from e4m3_numbers import NANS, assert_same_nans, negated, with_byte
 from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
@@ -184,7 +185,10 @@ ON_DEMAND, STATIC = (
 )
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="tiles are given to the interpreter")
+TOLD = pytest.mark.skipif(not INTERPRETED, reason="tiles are given to the interpreter")
+
+
+@TOLD
 @pytest.mark.parametrize(
     ("scheme", "activation", "config"),
     [
@@ -216,6 +220,38 @@ def test_products_in_fp8(scheme, activation, config):
         expected = scaled_product(reference, *head, *call, BF16, activation)
     assert_matches_reference(actual, exact.rounded(BF16), expected)
     assert torch.equal(actual, later)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "config"),
+    [
+        ("nvfp4", None),
+        ("mxfp8", None),
+        ("int4_w4a8_g128", None),
+        pytest.param("int4_w4a8_g128", ON_DEMAND, marks=TOLD),
+        ("mxfp4_w4a8", None),
+    ],
+)
+def test_negative_scales_and_nan(scheme, config):
+    """NaN in two rows, and in a scale of a weight row of each expert where it is e4m3."""
+    tile, g = config.block_m if config else 16, torch.Generator().manual_seed(0)
+    ids, n, k = ids_of((3, tile // 2, 0, 5), 1), 256, 320
+    x = torch.randn(len(ids), k, generator=g).bfloat16()
+    x[1, 37], x[4, 90] = torch.nan, -torch.nan
+    q = quantize_weight((torch.randn(4, n, k, generator=g) / k**0.5).bfloat16(), scheme)
+    if get_scheme(scheme).weight.scale == "e4m3":
+        q = q._replace(scale=with_byte(negated(q.scale), (slice(None), 5, 1), NANS[0]))
+    data, scale, numbers = quantized_rows(x, get_scheme(scheme).activation)
+    weight = dequantize_weight(q, scheme).double().nan_to_num()
+    exact = exact_rows(numbers.nan_to_num(), weight, None, None, ids, 1).rounded(BF16)
+    with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
+        tiles = planned(ids, None, len(q.data), scheme)
+        packed = pack_weight(q, scheme)
+        actual = matmul((data, scale), packed, None, tiles, 1, scheme, config=config)
+        head = (data, scale, q.data, q.scale, q.global_scale, None, [*tiles])
+        expected = scaled_product(reference, *head, 1, scheme, BF16)
+    assert expected[[1, 4]].isnan().all()
+    assert_same_nans(actual, exact, expected)
 
 
 @pytest.mark.parametrize(

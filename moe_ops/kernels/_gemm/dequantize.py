@@ -8,8 +8,10 @@ For 16-bit activations two neighbours along K are converted at once, in the 16-b
   format. The result is the number (subnormals included) times a power of two, which a
   multiplication by `missing` corrects.
 
-Both are exact. If a tile has few rows and each step of K lies within one scale group, scales
-multiply the step's product in float32. Otherwise they multiply the weights, rounded once.
+Both are exact, except that an e4m3 number that is NaN becomes 480. GPUs that convert e4m3 numbers
+(see `converts_e4m3`) do so in fewer instructions, and keep NaN. Scales keep NaN and their sign on
+every GPU. If a tile has few rows and each step of K lies within one scale group, scales multiply
+the step's product in float32. Otherwise they multiply the weights, rounded once.
 """
 
 from __future__ import annotations
@@ -53,6 +55,12 @@ class Format(NamedTuple):
 def missing(DTYPE, exponent):
     """Exponent-bias correction of small floats in DTYPE: ``2 ** (bias difference)``."""
     return 2.0 ** ((16 if tl.float16 == DTYPE else 128) - 2 ** (exponent - 1))
+
+
+@triton.constexpr_function
+def converts_e4m3():
+    """Whether the GPU that kernels are being compiled for has conversions from e4m3."""
+    return triton.knobs.runtime.interpret or tl.target_info.cuda_capability_geq(8, 9)
 
 
 @triton.jit
@@ -111,25 +119,33 @@ def integers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def floats(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Small floats as 16-bit floats, still to be multiplied by `missing`."""
+    """Small floats as 16-bit floats."""
     EXPONENT: tl.constexpr = 5 if tl.float16 == DTYPE else 8
     MAGNITUDE: tl.constexpr = (1 << (15 - EXPONENT + FORMAT.exponent)) - (
         1 << (16 - EXPONENT + FORMAT.exponent - FORMAT.bits)
     )
     word = pairs(stored, FORMAT)
     moved = (word >> (EXPONENT - FORMAT.exponent)) & (MAGNITUDE * 0x00010001)
-    return lanes((word & -0x7FFF8000) | moved, DTYPE)
+    value = lanes((word & -0x7FFF8000) | moved, DTYPE)
+    return value * constant(missing(DTYPE, FORMAT.exponent), DTYPE)
 
 
 @triton.jit
-def wide(stored, FORMAT: tl.constexpr):
-    """Integers minus their offset, or small floats still to be multiplied by `missing`: float32."""
+def codes(stored, FORMAT: tl.constexpr):
+    """The bits of each number as int32, (K, N)."""
     code = stored.to(tl.int32)
     if FORMAT.paired:
         APART: tl.constexpr = 4 if FORMAT.bits == 4 else 8
         low, high = code & ((1 << APART) - 1), code >> APART
         both = tl.permute(tl.join(low, high), (0, 2, 1))
         code = tl.reshape(both, (2 * stored.shape[0], stored.shape[1]))
+    return code
+
+
+@triton.jit
+def wide(stored, FORMAT: tl.constexpr):
+    """Integers minus their offset, or small floats, in float32."""
+    code = codes(stored, FORMAT)
     if FORMAT.exponent == 0:
         if FORMAT.offset == 0:
             code = (code ^ 128) - 128  # sign-extend two's complement
@@ -138,13 +154,17 @@ def wide(stored, FORMAT: tl.constexpr):
         SIGN: tl.constexpr = 1 << (FORMAT.bits - 1)
         magnitude = (code & (SIGN - 1)) << (24 + FORMAT.exponent - FORMAT.bits)
         value = (((code & SIGN) << (32 - FORMAT.bits)) | magnitude).to(tl.float32, bitcast=True)
+        value *= missing(tl.float32, FORMAT.exponent)
     return value
 
 
 @triton.jit
 def numbers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """The stored numbers, (K, N), in DTYPE, before `missing`, zero points and scales."""
-    if tl.float32 == DTYPE:
+    """The stored numbers, (K, N), in DTYPE, before zero points and scales."""
+    if FORMAT.exponent == 4 and converts_e4m3():
+        code = codes(stored, FORMAT).to(tl.int8)
+        value = code.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif tl.float32 == DTYPE:
         value = wide(stored, FORMAT)
     elif FORMAT.exponent == 0:
         value = integers(stored, DTYPE, FORMAT)
@@ -179,12 +199,24 @@ def load_groups(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FOR
 
 
 @triton.jit
+def e4m3_value(stored):
+    """Bytes of e4m3 numbers in float32, whether the GPU converts them or not."""
+    if converts_e4m3():
+        value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        moved = stored.to(tl.int8, bitcast=True).to(tl.int32) << 20  # extends the sign
+        value = (moved & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
+        value = tl.where(tl.abs(value) > 448, float("nan"), value)
+    return value
+
+
+@triton.jit
 def scale_value(stored, FORMAT: tl.constexpr):
     """Scales in float32. An e8m0 code of 0 stands for 2**-127 and becomes 0."""
     if FORMAT.scale == "e8m0":
         value = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     elif FORMAT.scale == "e4m3":
-        value = (stored.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**120
+        value = e4m3_value(stored)
     else:
         value = stored.to(tl.float32)
     return value
@@ -196,9 +228,6 @@ def plain_numbers(
 ):
     """A tile of weights (BLOCK_K, N) in DTYPE, exactly, minus zero points (G, N); not scaled."""
     value = numbers(stored, DTYPE, FORMAT)
-    if FORMAT.exponent > 0:
-        MISSING: tl.constexpr = missing(DTYPE, FORMAT.exponent)
-        value *= constant(MISSING, DTYPE)
     if zero_point is not None:
         value -= spread(zero_point, BLOCK_K).to(DTYPE)
     return value
