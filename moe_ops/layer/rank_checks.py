@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -33,6 +33,7 @@ from moe_ops.layer.parameters import parameter_specs
 from moe_ops.loading.names import ROUTER_TENSORS
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
+from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.exchange.base import is_capturing
 from moe_ops.pipeline.exchange.groups import RankGroup
 
@@ -46,8 +47,26 @@ OF_A_RANK = ("expert_map", "w13_input_order")
 
 _SHARDED: WeakSet[nn.Module] = WeakSet()
 """Layers under `fully_shard`, whose parameters are whole only during a pass or `unshard`."""
-_IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
-"""The layers that have been found right in each `DistributedDataParallel`."""
+_IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, _Maps]] = (
+    WeakKeyDictionary()
+)
+"""The layers that have been found right in each `DistributedDataParallel`, with these maps."""
+
+
+class _Maps(NamedTuple):
+    """The maps of a balanced layer, at one time."""
+
+    state: LayerEplbState | None
+    writes: int
+
+    @classmethod
+    def of(cls, layer: ExpertLayer) -> _Maps:
+        state = layer.eplb_state
+        return cls(state, 0 if state is None else state.num_writes())
+
+    def are(self, other: _Maps) -> bool:
+        """Whether nobody has set or written other maps between the two times."""
+        return self.state is other.state and self.writes == other.writes
 
 
 def rank_group_of(parallel: FusedMoEParallelConfig, options: FusedMoEOptions) -> RankGroup:
@@ -65,7 +84,9 @@ def rank_group_of(parallel: FusedMoEParallelConfig, options: FusedMoEOptions) ->
 
 
 def check_rank_call(layer: ExpertLayer, tokens: Tensor) -> None:
-    """Check an eager call of a layer over several ranks; all but the first one cost nothing.
+    """Check an eager call of a layer over several ranks, or of replicas of a balanced layer.
+
+    All calls but the first one, and the first one after experts have moved, cost nothing.
 
     Raises:
         ValueError: see `compare_ranks` and `check_replicas`.
@@ -75,7 +96,8 @@ def check_rank_call(layer: ExpertLayer, tokens: Tensor) -> None:
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None:
         check_replicas(layer, wrapper)
-    if not layer.state.ranks_agree and (layer.exchanges_tokens or layer.reduce_results):
+    communicates = layer.is_spread and (layer.exchanges_tokens or layer.reduce_results)
+    if communicates and not layer.state.ranks_agree:
         compare_ranks(layer, None if layer.exchanges_tokens else tokens.shape[0])
 
 
@@ -169,8 +191,7 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
     if layer.exchanges_tokens and layer.state.exchange is not None:
         facts["the exchange of layer.kernel"] = type(layer.state.exchange).__name__
     if layer.enable_eplb:
-        held = repr(layer.held_placement().logical).encode()
-        facts["the digest of the experts' placement"] = hashlib.sha256(held).hexdigest()[:16]
+        facts["the digest of the experts' placement"] = _digest_of_placement(layer)
     for name in ROUTER_TENSORS:
         x = layer._buffers.get(name)  # not the gate, which is trained
         if x is not None:
@@ -179,17 +200,25 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
     return facts
 
 
+def _digest_of_placement(layer: ExpertLayer) -> str:
+    held = repr(layer.held_placement().logical).encode()
+    return hashlib.sha256(held).hexdigest()[:16]
+
+
 def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None:
     """Check that `DistributedDataParallel` only wraps ranks that hold the same experts.
 
     It cannot be told by a module inside of it what to leave alone, so the weights are overwritten
-    by the time of this error. The ranks of its group compare their places, once.
+    by the time of this error. The ranks of its group compare their places, once, and the placement
+    of balanced experts again in the first call that records gradients after experts have moved. A
+    rank whose experts have not moved then does not meet the others.
 
     Raises:
         ValueError: on all ranks: it synchronizes tensors that differ between its ranks.
     """
-    seen = _IN_REPLICAS.setdefault(wrapper, WeakSet())
-    if layer in seen:
+    checked, maps = _IN_REPLICAS.setdefault(wrapper, WeakKeyDictionary()), _Maps.of(layer)
+    first = layer not in checked
+    if not first and (not torch.is_grad_enabled() or checked[layer].are(maps)):
         return
     parallel, ignored = layer.state.parallel, wrapper.parameters_to_ignore
     own: set[int] = {id(x) for x in layer._parameters.values() if x is not None}
@@ -199,12 +228,15 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
         wrapper.module.named_parameters(remove_duplicate=False),
         wrapper.module.named_buffers(remove_duplicate=False),
     )
-    names = [name for name, x in named if id(x) in own and name not in ignored]
-    names_here = {"rank": parallel.layer_rank, "names": names}
+    names = [
+        name
+        for name, x in named
+        if id(x) in own and name not in ignored and (first or x.requires_grad)
+    ]
+    here = {"rank": parallel.layer_rank, "names": names, "placed": _digest_of_placement(layer)}
     device = layer.compute_device
     heard = [
-        json.loads(text)
-        for text in gather_texts(wrapper.process_group, device, json.dumps(names_here))
+        json.loads(text) for text in gather_texts(wrapper.process_group, device, json.dumps(here))
     ]
     ranks = [other["rank"] for other in heard]
     names = next((other["names"] for other in heard if other["names"]), [])
@@ -217,7 +249,16 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
             "with these names (and those of other such layers) before DistributedDataParallel"
             "(model), or give it a process_group of replicas"
         )
-    seen.add(layer)
+    placed = [other["placed"] for other in heard]
+    if names and len(set(placed)) > 1:
+        raise ValueError(
+            "DistributedDataParallel must have replicas that place experts alike, got placements "
+            f"with the digests {placed}, so that it would take means over rows of other experts: "
+            "make the layers and their EplbState again, load a checkpoint, and before each "
+            "rebalance_ sum the loads of replicas, with torch.distributed.all_reduce(state."
+            "expert_load, group=process_group)"
+        )
+    checked[layer] = maps
 
 
 def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:

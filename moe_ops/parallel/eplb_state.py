@@ -325,6 +325,11 @@ class LayerEplbState(NamedTuple):
     step: Tensor | None = None
     """None: the layer counts its calls."""
 
+    def num_writes(self) -> int:
+        """Return how often the maps were written; 0 if they are inference tensors."""
+        maps = self.logical_to_physical_map
+        return 0 if maps.is_inference() else maps._version
+
     def held_experts(self, num_physical: int) -> tuple[int, ...]:
         """Return the logical expert that each physical one holds now; -1: none."""
         held = [-1] * num_physical
