@@ -253,10 +253,10 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
     if names and len(set(placed)) > 1:
         raise ValueError(
             "DistributedDataParallel must have replicas that place experts alike, got placements "
-            f"with the digests {placed}, so that it would take means over rows of other experts: "
-            "make the layers and their EplbState again, load a checkpoint, and before each "
-            "rebalance_ sum the loads of replicas, with torch.distributed.all_reduce(state."
-            "expert_load, group=process_group)"
+            f"with the digests {placed}: it would average the gradients of different experts. Make "
+            "the layers and their EplbState again, load a checkpoint, and sum the loads of "
+            "replicas before each rebalance_: torch.distributed.all_reduce(state.expert_load, "
+            "group=process_group)"
         )
     checked[layer] = maps
 

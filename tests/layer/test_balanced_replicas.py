@@ -15,7 +15,7 @@ from moe_ops.layer import rank_checks
 
 E, K, H, I, T, REDUNDANT = 8, 2, 32, 64, 12, 4  # noqa: E741
 NAMES = ("w13_weight", "w2_weight")
-APART = "replicas that place experts alike, .* other experts: .*all_reduce.state.expert_load"
+APART = "replicas that place experts alike, .* different experts. .*all_reduce.state.expert_load"
 
 
 def layer_of(**options):
