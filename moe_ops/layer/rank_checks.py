@@ -209,9 +209,9 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
     """Check that `DistributedDataParallel` only wraps ranks that hold the same experts.
 
     It cannot be told by a module inside of it what to leave alone, so the weights are overwritten
-    by the time of this error. The ranks of its group compare their places, once, and the placement
-    of balanced experts again in the first call that records gradients after experts have moved. A
-    rank whose experts have not moved then does not meet the others.
+    by the time of this error. The ranks of its group compare their layers in the first call, and
+    again in the first call that records gradients of experts after these have moved. A rank whose
+    experts have not moved does not come to that comparison.
 
     Raises:
         ValueError: on all ranks: it synchronizes tensors that differ between its ranks.
@@ -220,7 +220,14 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
     first = layer not in checked
     if not first and (not torch.is_grad_enabled() or checked[layer].are(maps)):
         return
-    parallel, ignored = layer.state.parallel, wrapper.parameters_to_ignore
+    tensors = _synchronized(layer, wrapper)
+    if first or any(x.requires_grad for x in tensors.values()):
+        _compare_replicas(layer, wrapper, [*tensors])
+    checked[layer] = maps
+
+
+def _synchronized(layer: ExpertLayer, wrapper: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the layer's tensors of experts that `DistributedDataParallel` synchronizes."""
     own: set[int] = {id(x) for x in layer._parameters.values() if x is not None}
     if wrapper.broadcast_buffers:
         own |= {id(layer._buffers[name]) for name in OF_A_RANK}
@@ -228,16 +235,22 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
         wrapper.module.named_parameters(remove_duplicate=False),
         wrapper.module.named_buffers(remove_duplicate=False),
     )
-    names = [
-        name
-        for name, x in named
-        if id(x) in own and name not in ignored and (first or x.requires_grad)
-    ]
+    ignored = wrapper.parameters_to_ignore
+    return {name: x for name, x in named if id(x) in own and name not in ignored}
+
+
+def _compare_replicas(
+    layer: ExpertLayer, wrapper: DistributedDataParallel, names: list[str]
+) -> None:
+    """Compare the layers of all ranks of a wrapper, which synchronizes the tensors ``names``.
+
+    Raises:
+        ValueError: on all ranks: the layers hold different experts, or hold them in other rows.
+    """
+    parallel = layer.state.parallel
     here = {"rank": parallel.layer_rank, "names": names, "placed": _digest_of_placement(layer)}
-    device = layer.compute_device
-    heard = [
-        json.loads(text) for text in gather_texts(wrapper.process_group, device, json.dumps(here))
-    ]
+    texts = gather_texts(wrapper.process_group, layer.compute_device, json.dumps(here))
+    heard = [json.loads(text) for text in texts]
     ranks = [other["rank"] for other in heard]
     names = next((other["names"] for other in heard if other["names"]), [])
     if names and len(set(ranks)) > 1:
@@ -258,7 +271,6 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
             "replicas before each rebalance_: torch.distributed.all_reduce(state.expert_load, "
             "group=process_group)"
         )
-    checked[layer] = maps
 
 
 def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:
