@@ -189,6 +189,16 @@ def test_copies_have_no_state():
     copy.deepcopy(layer_of()).expert_tensors()
 
 
+def test_how_often_maps_were_written():
+    """Inference tensors do not know."""
+    layer, state = balanced()
+    before = layer.eplb_state.num_writes()
+    rebalance(layer.requires_grad_(False), state, 1)
+    assert layer.eplb_state.num_writes() > before
+    with torch.inference_mode():
+        assert balanced()[0].eplb_state.num_writes() == 0
+
+
 def test_tensors_of_experts():
     layer = layer_of("int4_w4a16_g128_zp", has_bias=True, shared_experts=torch.nn.Linear(2, 2))
     names = [name for name, x in layer.named_parameters() if "shared" not in name]
