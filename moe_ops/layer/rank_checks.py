@@ -30,7 +30,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.options import OF_THE_CONFIG, FusedMoEOptions
 from moe_ops.layer.parameters import parameter_specs
-from moe_ops.loading.names import ROUTER_TENSORS
+from moe_ops.loading.names import ROUTER_TENSORS, SHARED_GATE
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.parallel.eplb_state import LayerEplbState
@@ -228,7 +228,8 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
 
 def _synchronized(layer: ExpertLayer, wrapper: DistributedDataParallel) -> dict[str, Tensor]:
     """Return the layer's tensors of experts that `DistributedDataParallel` synchronizes."""
-    own: set[int] = {id(x) for x in layer._parameters.values() if x is not None}
+    experts = {name: x for name, x in layer._parameters.items() if name != SHARED_GATE}
+    own: set[int] = {id(x) for x in experts.values() if x is not None}
     if wrapper.broadcast_buffers:
         own |= {id(layer._buffers[name]) for name in OF_A_RANK}
     named = chain(
