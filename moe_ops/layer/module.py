@@ -221,7 +221,7 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
             is_padding, input_ids, topk_ids = token_arguments(
                 hidden_states, tokens, is_padding, input_ids, num_unpadded_tokens, topk_ids
             )
-        if self.is_spread:
+        if self.is_spread or self.enable_eplb:
             self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)

@@ -185,6 +185,7 @@ class KeepsBits(ExpertLayer):
         }
         super().__setstate__({**state, "_parameters": parameters})
         self.take(self.stage())
+        self.state = replace(self.state, eplb_state_is_copied=self.eplb_state is not None)
         self.renew_slots()
 
 

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -30,9 +30,10 @@ from moe_ops.activation import kind_and_key
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.options import OF_THE_CONFIG, FusedMoEOptions
 from moe_ops.layer.parameters import parameter_specs
-from moe_ops.loading.names import ROUTER_TENSORS
+from moe_ops.loading.names import ROUTER_TENSORS, SHARED_GATE
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
+from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.exchange.base import is_capturing
 from moe_ops.pipeline.exchange.groups import RankGroup
 
@@ -46,8 +47,26 @@ OF_A_RANK = ("expert_map", "w13_input_order")
 
 _SHARDED: WeakSet[nn.Module] = WeakSet()
 """Layers under `fully_shard`, whose parameters are whole only during a pass or `unshard`."""
-_IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
-"""The layers that have been found right in each `DistributedDataParallel`."""
+_IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, _Maps]] = (
+    WeakKeyDictionary()
+)
+"""The layers that have been found right in each `DistributedDataParallel`, with these maps."""
+
+
+class _Maps(NamedTuple):
+    """The maps of a balanced layer, at one time."""
+
+    state: LayerEplbState | None
+    writes: int
+
+    @classmethod
+    def of(cls, layer: ExpertLayer) -> _Maps:
+        state = layer.eplb_state
+        return cls(state, 0 if state is None else state.num_writes())
+
+    def are(self, other: _Maps) -> bool:
+        """Whether nobody has set or written other maps between the two times."""
+        return self.state is other.state and self.writes == other.writes
 
 
 def rank_group_of(parallel: FusedMoEParallelConfig, options: FusedMoEOptions) -> RankGroup:
@@ -65,7 +84,9 @@ def rank_group_of(parallel: FusedMoEParallelConfig, options: FusedMoEOptions) ->
 
 
 def check_rank_call(layer: ExpertLayer, tokens: Tensor) -> None:
-    """Check an eager call of a layer over several ranks; all but the first one cost nothing.
+    """Check an eager call of a layer over several ranks, or of replicas of a balanced layer.
+
+    All calls but the first one, and the first one after experts have moved, cost nothing.
 
     Raises:
         ValueError: see `compare_ranks` and `check_replicas`.
@@ -75,7 +96,8 @@ def check_rank_call(layer: ExpertLayer, tokens: Tensor) -> None:
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None:
         check_replicas(layer, wrapper)
-    if not layer.state.ranks_agree and (layer.exchanges_tokens or layer.reduce_results):
+    communicates = layer.is_spread and (layer.exchanges_tokens or layer.reduce_results)
+    if communicates and not layer.state.ranks_agree:
         compare_ranks(layer, None if layer.exchanges_tokens else tokens.shape[0])
 
 
@@ -169,8 +191,7 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
     if layer.exchanges_tokens and layer.state.exchange is not None:
         facts["the exchange of layer.kernel"] = type(layer.state.exchange).__name__
     if layer.enable_eplb:
-        held = repr(layer.held_placement().logical).encode()
-        facts["the digest of the experts' placement"] = hashlib.sha256(held).hexdigest()[:16]
+        facts["the digest of the experts' placement"] = _digest_of_placement(layer)
     for name in ROUTER_TENSORS:
         x = layer._buffers.get(name)  # not the gate, which is trained
         if x is not None:
@@ -179,33 +200,58 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
     return facts
 
 
+def _digest_of_placement(layer: ExpertLayer) -> str:
+    held = repr(layer.held_placement().logical).encode()
+    return hashlib.sha256(held).hexdigest()[:16]
+
+
 def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None:
     """Check that `DistributedDataParallel` only wraps ranks that hold the same experts.
 
     It cannot be told by a module inside of it what to leave alone, so the weights are overwritten
-    by the time of this error. The ranks of its group compare their places, once.
+    by the time of this error. The ranks of its group compare their layers in the first call, and
+    again in the first call that records gradients of experts after these have moved. A rank whose
+    experts have not moved does not come to that comparison.
 
     Raises:
         ValueError: on all ranks: it synchronizes tensors that differ between its ranks.
     """
-    seen = _IN_REPLICAS.setdefault(wrapper, WeakSet())
-    if layer in seen:
+    checked, maps = _IN_REPLICAS.setdefault(wrapper, WeakKeyDictionary()), _Maps.of(layer)
+    first = layer not in checked
+    if not first and (not torch.is_grad_enabled() or checked[layer].are(maps)):
         return
-    parallel, ignored = layer.state.parallel, wrapper.parameters_to_ignore
-    own: set[int] = {id(x) for x in layer._parameters.values() if x is not None}
+    tensors = _synchronized(layer, wrapper)
+    if first or any(x.requires_grad for x in tensors.values()):
+        _compare_replicas(layer, wrapper, [*tensors])
+    checked[layer] = maps
+
+
+def _synchronized(layer: ExpertLayer, wrapper: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the layer's tensors of experts that `DistributedDataParallel` synchronizes."""
+    experts = {name: x for name, x in layer._parameters.items() if name != SHARED_GATE}
+    own: set[int] = {id(x) for x in experts.values() if x is not None}
     if wrapper.broadcast_buffers:
         own |= {id(layer._buffers[name]) for name in OF_A_RANK}
     named = chain(
         wrapper.module.named_parameters(remove_duplicate=False),
         wrapper.module.named_buffers(remove_duplicate=False),
     )
-    names = [name for name, x in named if id(x) in own and name not in ignored]
-    names_here = {"rank": parallel.layer_rank, "names": names}
-    device = layer.compute_device
-    heard = [
-        json.loads(text)
-        for text in gather_texts(wrapper.process_group, device, json.dumps(names_here))
-    ]
+    ignored = wrapper.parameters_to_ignore
+    return {name: x for name, x in named if id(x) in own and name not in ignored}
+
+
+def _compare_replicas(
+    layer: ExpertLayer, wrapper: DistributedDataParallel, names: list[str]
+) -> None:
+    """Compare the layers of all ranks of a wrapper, which synchronizes the tensors ``names``.
+
+    Raises:
+        ValueError: on all ranks: the layers hold different experts, or hold them in other rows.
+    """
+    parallel = layer.state.parallel
+    here = {"rank": parallel.layer_rank, "names": names, "placed": _digest_of_placement(layer)}
+    texts = gather_texts(wrapper.process_group, layer.compute_device, json.dumps(here))
+    heard = [json.loads(text) for text in texts]
     ranks = [other["rank"] for other in heard]
     names = next((other["names"] for other in heard if other["names"]), [])
     if names and len(set(ranks)) > 1:
@@ -217,7 +263,15 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
             "with these names (and those of other such layers) before DistributedDataParallel"
             "(model), or give it a process_group of replicas"
         )
-    seen.add(layer)
+    placed = [other["placed"] for other in heard]
+    if names and len(set(placed)) > 1:
+        raise ValueError(
+            "DistributedDataParallel must have replicas that place experts alike, got placements "
+            f"with the digests {placed}: it would average the gradients of different experts. Make "
+            "the layers and their EplbState again, load a checkpoint, and sum the loads of "
+            "replicas before each rebalance_: torch.distributed.all_reduce(state.expert_load, "
+            "group=process_group)"
+        )
 
 
 def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:

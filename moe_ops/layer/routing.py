@@ -131,7 +131,8 @@ class RoutesTokens(ExpertLayer):
 
         The rows of this layer must hold the experts that these maps say: set the state of a new
         model before its checkpoint is loaded. Later `EplbState.rebalance_` moves both together, and
-        loaders put each expert where it is by then.
+        loaders put each expert where it is by then. A copied or unpickled layer has maps of its
+        own, with which it runs: set a state before its experts move.
 
         Args:
             moe_layer_idx: the row.
@@ -164,7 +165,7 @@ class RoutesTokens(ExpertLayer):
             calls = torch.zeros(1, dtype=torch.int64, device=expert_load_view.device)
             self.register_buffer("eplb_step", calls, persistent=False)
         eplb = LayerEplbState(*views, record_enabled, seed, step)
-        self.state = replace(self.state, eplb_state=eplb)
+        self.state = replace(self.state, eplb_state=eplb, eplb_state_is_copied=False)
         watch(x for x in self._parameters.values() if x is not None)
 
     def refuse_training(self, out: Tensor) -> Tensor:
@@ -185,17 +186,23 @@ class RoutesTokens(ExpertLayer):
         expert has its own.
 
         Args:
-            optimizer: the optimizer of trained weights, whose state moves with them. Then the list
-                also has the gradients that there are, and the optimizer's tensors of each
-                parameter. All ranks must have taken equally many steps.
+            optimizer: the optimizer of trained weights, whose state moves with them, also right
+                after it was loaded. Then the list also has the gradients that there are, and the
+                optimizer's tensors of each parameter. All ranks must have taken equally many steps.
 
         Raises:
-            ValueError: an optimizer that does not have a parameter that requires grad.
+            ValueError: an optimizer that does not have a parameter that requires grad; a copied or
+                unpickled layer, whose maps no `EplbState` changes, before `set_eplb_state`.
             NotImplementedError: weights in act-order in a layer of several ranks, whose orders may
                 differ between ranks; weights that a wrapper holds or computes (`fully_shard`); an
                 optimizer's tensor that has another number of rows.
         """
         check_own_weights(self)
+        if self.state.eplb_state_is_copied:
+            raise ValueError(
+                "set_eplb_state must be called before the experts of a copied layer move, with "
+                "maps that say where they are, got copies of maps, which no EplbState changes"
+            )
         own = {name: self._parameters[name] for name in parameter_specs(self.sizes)}
         held = {name: x for name, x in own.items() if x is not None}
         tensors: list[Tensor] = [*held.values()]

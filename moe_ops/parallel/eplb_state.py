@@ -152,8 +152,9 @@ class EplbState(EplbTensors):
             TypeError, ValueError: as `rebalance_experts` and `move_experts`, also for tensors of
                 two layers that share memory; loads that are negative, because a counter of int32
                 has wrapped. Nothing has changed then.
-            NotImplementedError: parameters that have received gradients: an optimizer's state for
-                their rows would stay behind (see the argument of `FusedMoE.expert_tensors`).
+            NotImplementedError: parameters that have received gradients in this process: an
+                optimizer's state for their rows would stay behind (see the argument of
+                `FusedMoE.expert_tensors`). State that was loaded before is not noticed.
             ValueError: with a group also on the other ranks; and a ``num_gpus`` that is not the
                 number of ranks, tensors on another device than the state, arguments or placements
                 that differ between ranks.
@@ -324,6 +325,11 @@ class LayerEplbState(NamedTuple):
     seed: int = 0
     step: Tensor | None = None
     """None: the layer counts its calls."""
+
+    def num_writes(self) -> int:
+        """Return how often the maps were written; 0 if they are inference tensors."""
+        maps = self.logical_to_physical_map
+        return 0 if maps.is_inference() else maps._version
 
     def held_experts(self, num_physical: int) -> tuple[int, ...]:
         """Return the logical expert that each physical one holds now; -1: none."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from moe_ops.parallel.rounds import Copy, Round, Spread, plan_rounds
 
@@ -51,9 +52,14 @@ class RowExchange:
         size = sum(map(_row_bytes, tensors))
         if size == 0:
             return
+        rounds = plan_rounds(old, new, self._spread, self._limit)
         with torch.no_grad():
-            for round_ in plan_rounds(old, new, self._spread, self._limit):
+            for round_ in rounds:
                 self._run(round_, tensors, size)
+        if rounds:
+            # Also where all rows stay: a backward pass that comes too late raises on all ranks, so
+            # that none waits for the others in its exchange.
+            increment_version(tensors)
 
     def _run(self, round_: Round, tensors: Sequence[Tensor], size: int) -> None:
         """Read all sources of a round, send and receive, then overwrite the targets."""

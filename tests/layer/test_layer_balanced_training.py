@@ -277,9 +277,27 @@ def check_wrapped(rank, ranks):
         assert clip_grad_norm_(model, 1.0) == torch.inf
 
 
+def check_moved_too_early(rank, ranks):
+    """Experts that move before the backward pass raise also on the ranks whose rows stay."""
+    for number, way in enumerate(ways(rank, ranks)):
+        layer = layer_of(enable_eplb=True, **way)
+        state = EplbState.make(1, E, 0, group=dist.group.WORLD, device=here())
+        layer.set_eplb_state(0, *state[1:])
+        out = layer(*batch()[:2])
+        before = [x.clone() for x in layer.parameters()]
+        load = [6, 5, 7, 2, 5, 6, 6, 5] if rank == 0 else [0] * E
+        state.expert_load.copy_(torch.tensor([load]))
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        state.rebalance_([layer.expert_tensors(optimizer)], 1, 1, ranks)
+        assert all(map(torch.equal, before, layer.parameters())) == (rank > 1), number
+        with pytest.raises(RuntimeError, match="has been modified by an inplace"):
+            out.sum().backward()
+
+
 def check(rank, ranks, compiled):
     check_training(rank, ranks, compiled)
     if ranks == 4:
+        check_moved_too_early(rank, ranks)
         check_wrapped(rank, ranks)
 
 

@@ -1,6 +1,7 @@
 """Layers whose experts are balanced keep their results, and load onto any placement."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -165,6 +166,37 @@ def test_state_dicts_that_lack_an_expert():
         b'"interleaved":false,"experts":["0"]}'), dtype=torch.uint8)}  # fmt: skip
     with pytest.raises(RuntimeError, match=r"JSON in a uint8 Tensor, got experts \['0'\]"):
         first.load_state_dict(state)
+
+
+def test_copies_have_no_state():
+    """They run on maps of their own; rows move once a state has been set, such as a copied one."""
+    x, logits = torch.randn(T, H), torch.randn(T, E)
+    layer, state = balanced(seed=1)
+    layer.requires_grad_(False)
+    moe_ops.load_checkpoint(layer, source_of(), progress=False)
+    expected = layer(x, logits)
+    for copied in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        other, own = copied((layer, state))
+        torch.testing.assert_close(other(x, logits), expected)
+        assert same_numbers(other, 0) and held(other) == held(layer)
+        with pytest.raises(ValueError, match="set_eplb_state must be called before the experts of"):
+            other.expert_tensors()
+        other.set_eplb_state(1, *own[1:])
+        rebalance(other, own, 2)
+        assert held(other) != held(layer) and same_numbers(other, 0)
+        torch.testing.assert_close(other(x, logits), expected)
+    rebalance(layer, state, 2)
+    copy.deepcopy(layer_of()).expert_tensors()
+
+
+def test_how_often_maps_were_written():
+    """Inference tensors do not know."""
+    layer, state = balanced()
+    before = layer.eplb_state.num_writes()
+    rebalance(layer.requires_grad_(False), state, 1)
+    assert layer.eplb_state.num_writes() > before
+    with torch.inference_mode():
+        assert balanced()[0].eplb_state.num_writes() == 0
 
 
 def test_tensors_of_experts():

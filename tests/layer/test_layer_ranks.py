@@ -339,10 +339,11 @@ def check_wrappers_of_two(rank):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(block, ignored)
         with pytest.raises(ValueError, match=r"got ranks \[0, 1\] of the 2 .*_map'\].*_to_ignore"):
             DistributedDataParallel(block)(x)
-    block = Block(**summed(rank))
-    ignored = [*names, "experts.expert_map"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(block, ignored)
-    torch.testing.assert_close(DistributedDataParallel(block)(x), expected)
+    for shared in ({}, {"n_shared_experts": 1, "shared_expert_gate": True}):
+        block = Block(**summed(rank), **shared)
+        alone, ignored = block(x), names_of_experts(block)  # but not the gate, which all ranks have
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(block, ignored)
+        torch.testing.assert_close(DistributedDataParallel(block)(x), alone)
     check_experts_beside_ddp(rank)
     DistributedDataParallel(Block())(x)
     mesh = init_device_mesh("cpu", (2,))
