@@ -89,8 +89,9 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
 
     Kernels for Hopper decode it in registers; they read e8m0 scales from 2**-55 to 2**63 exactly,
     smaller ones as (almost) 0; bf16 scales of groups of integers from 2**-62 to 2**58 exactly,
-    smaller ones nearly; and larger ones of both exactly or as infinity. They read fp8 numbers that
-    are NaN as 480. `unpack_weight` restores every bit.
+    smaller ones nearly; and larger ones of both exactly or as infinity. They take e4m3 scales for
+    positive, and read fp8 numbers and e4m3 scales that are NaN as 480. `unpack_weight` restores
+    every bit.
     Besides input and output, memory is needed for three experts only. Axis 0 stays the expert.
 
     Args:

@@ -9,7 +9,6 @@ import plans
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from e4m3_numbers import NANS, assert_same_nans, negated, with_byte
 from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -269,23 +268,6 @@ def test_scales_far_from_one(tile):
     for exponent in (65, 66, 67, 100, 127):
         found = result(exponent)
         assert torch.equal(torch.where(found.isfinite(), found, one), one), exponent
-
-
-@pytest.mark.parametrize("tile", [None, 16, 128])
-def test_negative_scales_and_nan(tile):
-    """A row of each expert's weight has a scale that is NaN."""
-    scheme, tokens = "nvfp4_w4a16", 9 if tile else 1
-    x, w, _, _, ids, *_ = make_inputs(gemm_problem(tokens, 1, 128, 128, torch.bfloat16))
-    q = quantize_weight(w, scheme)
-    q = q._replace(scale=with_byte(negated(q.scale), (slice(None), 5, 1), NANS[tokens % 2]))
-    weight = dequantize_weight(q, scheme).nan_to_num()
-    exact = exact_rows(x, weight, None, None, ids, 1, None, x.dtype).rounded(x.dtype)
-    with row_tile(tile, NO_GPU if INTERPRETED and tile else None, portable_only=False):
-        tiles = planned(ids, None, len(w), scheme) if tile else Tiles(None, ids, None)
-        actual = matmul(x, pack_weight(q, scheme), None, None, tiles, 1, scheme)
-        expected = stored_product(reference, x, *q, None, None, [*tiles], 1, scheme)
-    assert expected.isnan().sum() == tokens
-    assert_same_nans(actual, exact, expected)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts the programs of the interpreter")

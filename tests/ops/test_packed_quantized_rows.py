@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from decoded_gemms import quantized_rows, spoil
-from e4m3_numbers import NANS, assert_same_nans, negated, with_byte
+from e4m3_numbers import assert_same_nans
 from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
@@ -232,17 +232,14 @@ def test_products_in_fp8(scheme, activation, config):
         ("mxfp4_w4a8", None),
     ],
 )
-def test_negative_scales_and_nan(scheme, config):
-    """NaN in two rows, and in a scale of a weight row of each expert where it is e4m3."""
+def test_rows_with_nan(scheme, config):
     tile, g = config.block_m if config else 16, torch.Generator().manual_seed(0)
     ids, n, k = ids_of((3, tile // 2, 0, 5), 1), 256, 320
     x = torch.randn(len(ids), k, generator=g).bfloat16()
     x[1, 37], x[4, 90] = torch.nan, -torch.nan
     q = quantize_weight((torch.randn(4, n, k, generator=g) / k**0.5).bfloat16(), scheme)
-    if get_scheme(scheme).weight.scale == "e4m3":
-        q = q._replace(scale=with_byte(negated(q.scale), (slice(None), 5, 1), NANS[0]))
     data, scale, numbers = quantized_rows(x, get_scheme(scheme).activation)
-    weight = dequantize_weight(q, scheme).double().nan_to_num()
+    weight = dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers.nan_to_num(), weight, None, None, ids, 1).rounded(BF16)
     with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
         tiles = planned(ids, None, len(q.data), scheme)

@@ -75,10 +75,6 @@ def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Value:
 def inline_asm(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
 ) -> Value:
-    if "e4m3x2" in asm:  # two bytes as lanes
-        pair = args[0].data.contiguous().view(torch.float8_e4m3fn)
-        lanes = pair.view(*args[0].data.shape, 4)[..., :2].bfloat16().contiguous()
-        return Value(lanes.view(torch.int32)[..., 0])
     if asm.startswith("{"):  # one lane in both
         word = args[0].data
         lane = word >> 16 if asm.endswith("{odd, odd};}") else word

@@ -8,10 +8,11 @@ For 16-bit activations two neighbours along K are converted at once, in the 16-b
   format. The result is the number (subnormals included) times a power of two, which a
   multiplication by `missing` corrects.
 
-Both are exact, except that an e4m3 number that is NaN becomes 480. GPUs that convert e4m3 numbers
-(see `converts_e4m3`) do so in fewer instructions, and keep NaN. Scales keep NaN and their sign on
-every GPU. If a tile has few rows and each step of K lies within one scale group, scales multiply
-the step's product in float32. Otherwise they multiply the weights, rounded once.
+Both are exact, except that an e4m3 weight that is NaN becomes 480. Rows keep NaN: the GPU converts
+their e4m3 numbers itself. (Weights would take up to 1.2 times as long so.) e4m3 scales keep their
+sign, and NaN too if they are of rows or the GPU converts them (see `converts_e4m3`). If a tile has
+few rows and each step of K lies within one scale group, scales multiply the step's product in
+float32. Otherwise they multiply the weights, rounded once.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Format(NamedTuple):
     """Whether an entry holds two neighbours along K: a byte two 4-bit numbers, a word two bytes."""
     exponent: int
     """Exponent bits of a float; 0: an integer."""
+    keeps_nan: bool
+    """Whether e4m3 numbers and scales that are NaN stay NaN on every GPU: those of rows."""
     offset: int
     """The offset added to an integer when it is stored; 0: two's complement."""
     scale: str
@@ -161,7 +164,7 @@ def wide(stored, FORMAT: tl.constexpr):
 @triton.jit
 def numbers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
     """The stored numbers, (K, N), in DTYPE, before zero points and scales."""
-    if FORMAT.exponent == 4 and converts_e4m3():
+    if FORMAT.keeps_nan and FORMAT.exponent == 4:  # such rows need a GPU that converts them
         code = codes(stored, FORMAT).to(tl.int8)
         value = code.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     elif tl.float32 == DTYPE:
@@ -199,14 +202,15 @@ def load_groups(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FOR
 
 
 @triton.jit
-def e4m3_value(stored):
+def e4m3_value(stored, KEEPS_NAN: tl.constexpr):
     """Bytes of e4m3 numbers in float32, whether the GPU converts them or not."""
     if converts_e4m3():
         value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         moved = stored.to(tl.int8, bitcast=True).to(tl.int32) << 20  # extends the sign
         value = (moved & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
-        value = tl.where(tl.abs(value) > 448, float("nan"), value)
+        if KEEPS_NAN:
+            value = tl.where(tl.abs(value) > 448, float("nan"), value)
     return value
 
 
@@ -216,7 +220,7 @@ def scale_value(stored, FORMAT: tl.constexpr):
     if FORMAT.scale == "e8m0":
         value = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     elif FORMAT.scale == "e4m3":
-        value = e4m3_value(stored)
+        value = e4m3_value(stored, FORMAT.keeps_nan)
     else:
         value = stored.to(tl.float32)
     return value

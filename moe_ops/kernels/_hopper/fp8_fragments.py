@@ -13,7 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels._hopper.fragments import numbers
-from moe_ops.kernels._hopper.lanes import e4m3_lanes, selected_bits
+from moe_ops.kernels._hopper.lanes import (
+    constant_lanes,
+    multiply_lanes,
+    power_of_two,
+    selected_bits,
+    spread_bytes,
+)
 
 
 @gluon.jit
@@ -52,5 +58,7 @@ def fp8_chunk(words, DOT: gl.constexpr):
 @gluon.jit
 def group_scales(stored):
     """The e4m3 scale of each row of a unit's sums, in float32; ``stored``: from `load_pairs`."""
-    rows = numbers(e4m3_lanes(stored), gl.bfloat16).to(gl.float32).permute((0, 2, 1))
+    word = spread_bytes(stored) << 4  # as bf16, 2 ** 120 times too small
+    word = multiply_lanes(word, constant_lanes(power_of_two(120), word), False)
+    rows = numbers(word, gl.bfloat16).to(gl.float32).permute((0, 2, 1))
     return rows.reshape((16 * stored.shape[0],))

@@ -22,7 +22,6 @@ from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels._hopper.lanes import (
     constant_lanes,
-    e4m3_lanes,
     flipped_lanes,
     lane_twice,
     masked_lanes,
@@ -187,8 +186,9 @@ def scale_lanes(stored, C: gl.constexpr):
     if C.SCALE == "e8m0":  # multiplied: a sum of exponents may overflow into the sign
         word = spread_bytes(stored) << 7
         word = multiply_lanes(word, constant_lanes(power_of_two(LIFT), word), False)
-    elif C.SCALE == "e4m3":
-        word = e4m3_lanes(stored)
+    elif C.SCALE == "e4m3":  # its bits as bf16 are 2 ** 120 times too small
+        word = spread_bytes(stored) << 4
+        word = multiply_lanes(word, constant_lanes(power_of_two(120), word), False)
         word = multiply_lanes(word, constant_lanes(power_of_two(LIFT), word), False)
     else:
         word = stored

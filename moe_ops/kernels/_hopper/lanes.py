@@ -74,20 +74,6 @@ def spread_bytes(x):
     return gl.inline_asm_elementwise(ASM, "=r,r", [x.to(gl.int32)], gl.int32, True, 1)
 
 
-WIDENED = gl.constexpr(
-    "{.reg .b16 both, low, high; .reg .b32 halves; .reg .f32 x, y; "
-    "cvt.u16.u32 both, $1; cvt.rn.f16x2.e4m3x2 halves, both; mov.b32 {low, high}, halves; "
-    "cvt.f32.f16 x, low; cvt.f32.f16 y, high; cvt.rn.bf16x2.f32 $0, y, x;}"
-)
-"""The instructions that convert two bytes of a word from e4m3 to bf16, by way of fp16."""
-
-
-@gluon.jit
-def e4m3_lanes(x):
-    """Two e4m3 bytes as lanes of a word in bf16, exactly; NaN stays NaN."""
-    return gl.inline_asm_elementwise(WIDENED, "=r,r", [x.to(gl.int32)], gl.int32, True, 1)
-
-
 @gluon.constexpr_function
 def twice(LANE):
     """The instructions that put one lane of a word, ``even`` or ``odd``, in both."""
