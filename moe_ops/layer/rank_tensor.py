@@ -131,26 +131,16 @@ class RankTensor(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass(), _Watch() as ran:
             result = func(*args, **kwargs)
-            given = [x for x in tree_leaves((args, kwargs)) if hasattr(x, "pieces")]
+            placed = [x for x in tree_leaves((args, kwargs)) if hasattr(x, "pieces")]
             name = "" if ran.elementwise else getattr(func, "__name__", str(func))
-            return tree_map_only(Tensor, lambda x: _placed(x, given, name), result)
+            return tree_map_only(Tensor, lambda x: _with_place(x, placed, name), result)
 
 
 _COPIES = {
-    torch.ops.aten._pin_memory.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.detach.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.full_like.default,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.scalar_tensor.default,
-    torch.ops.aten.view.dtype,
-    torch.ops.aten.zeros_like.default,
-}
-"""Operators without PyTorch's tag ``pointwise`` that leave every entry in its place."""
+    "_pin_memory", "_to_copy", "copy_", "detach", "empty_like", "fill_.Scalar", "full_like",
+    "lift_fresh", "ones_like", "scalar_tensor", "view.dtype", "zeros_like",
+}  # fmt: skip
+"""ATen operators without PyTorch's tag ``pointwise`` that leave every entry in its place."""
 
 
 class _Watch(TorchDispatchMode):
@@ -160,19 +150,21 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator."""
-        self.elementwise &= func in _COPIES or torch.Tag.pointwise in func.tags
+        self.elementwise &= (
+            torch.Tag.pointwise in func.tags or func.name().removeprefix("aten::") in _COPIES
+        )
         return func(*args, **(kwargs or {}))
 
 
-def _placed(x: Tensor, given: Sequence[RankTensor], name: str) -> Tensor:
+def _with_place(x: Tensor, placed: Sequence[RankTensor], name: str) -> Tensor:
     """Return the result of a function with the place of the arguments that have its shape.
 
     Args:
         x: the result; a plain tensor unless it is one of the arguments.
-        given: the arguments that know their place.
+        placed: the arguments that know their place.
         name: the function, if it may have moved entries; empty: it has not.
     """
-    like = [] if isinstance(x, RankTensor) else [t for t in given if t.shape == x.shape]
+    like = [] if isinstance(x, RankTensor) else [t for t in placed if t.shape == x.shape]
     if not like:
         return x
     result = x.as_subclass(type(like[0]))

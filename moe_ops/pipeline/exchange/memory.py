@@ -74,8 +74,8 @@ def allocate_shared(
     windows = _SHARED.get(key)
     held = None if windows is None else windows.generation
     own = json.dumps([held, uuid4().hex])
-    said = [own] if group.size == 1 else group.gather_texts(own, device)
-    generations, proposals = zip(*map(json.loads, said), strict=True)
+    texts = [own] if group.size == 1 else group.gather_texts(own, device)
+    generations, proposals = zip(*map(json.loads, texts), strict=True)
     if windows is None or {*generations} != {held}:
         windows = _SHARED[key] = allocate(layout, group, device, timeout)
         windows.generation = proposals[0]
