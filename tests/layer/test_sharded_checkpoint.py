@@ -179,6 +179,8 @@ def check_places(folder, state, whole):
     for name, function in kept.items():
         saved = {key: function(x) for key, x in state.items()}
         dcp.save({"model": saved}, checkpoint_id=f"{folder}/{name}")
+        stored = dcp.FileSystemReader(f"{folder}/{name}").read_metadata().state_dict_metadata
+        assert stored["model._extra_state"].properties.dtype == torch.uint8
         expected = copy.deepcopy(whole).bfloat16() if name == "cast" else whole
         assert same(load(layer_of(params_dtype=expected.w2_weight.dtype), folder, name), expected)
     x, y = state["w13_weight"], layer_of(ep_size=2, ep_rank=0).state_dict()["w13_weight"]
