@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.functional import count_expert_num_tokens
+from moe_ops.layer.adapters import mark_rank_adapters
 from moe_ops.layer.clipping import clip_grad_norm_
 from moe_ops.layer.sharded import sharded_state_dict
 from moe_ops.pipeline.lora import ExpertLora, expert_lora
@@ -21,6 +22,7 @@ __all__ = [
     "clip_grad_norm_",
     "expert_lora",
     "load_balance_loss",
+    "mark_rank_adapters",
     "router_z_loss",
     "sharded_state_dict",
     "update_expert_bias",

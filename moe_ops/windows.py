@@ -190,6 +190,8 @@ class Windows(Window):
     dead one, then the number of this rank's slots that were left out, whose experts are on dead
     ranks. Otherwise it is None: all ranks are live.
 
+    ``generation`` names the allocation of shared windows, by the same text on all ranks.
+
     Args:
         layout: their sizes.
         own: uint8, the memory of this rank's window.
@@ -219,6 +221,7 @@ class Windows(Window):
         self.timeout, self.addresses, self.keep = timeout, addresses, keep
         self.in_flight: Callable[[], Any] = nothing
         self.again: Callable[[], Any] = nothing
+        self.generation: str | None = None
         self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=own.device)
         self.live: Tensor | None = None
         if layout.masked:

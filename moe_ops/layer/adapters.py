@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ops import checks
@@ -13,6 +15,9 @@ from moe_ops.layer.routing import flat_tokens
 from moe_ops.pipeline.exchange.gradients import Copied
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.lora import ExpertLora, check_lora
+
+_RANK_GROUP = "_moe_ops_rank_group"
+"""Attribute of a parameter of one rank's adapters: a tuple, which can be set in a compiled call."""
 
 
 def check_takes_lora(layer: ExpertLayer) -> None:
@@ -58,25 +63,73 @@ def adapters_of(
         lora = lora._replace(lora_ids=ids)
     if layer.rank_group.size == 1:
         return lora
+    check_lora(lora, tokens, layer.w13_weight, layer.w2_weight, layer.scheme)
+    own, shared = _factors(lora, layer.moe_parallel_config.tp_size > 1)
+    mark_rank_adapters(layer, (leaf for x in own for leaf in _leaves(x)))
     exchange = layer.state.exchange
     if not layer.reduce_results and (exchange is None or not exchange.output_is_reduced()):
         return lora
-    check_lora(lora, tokens, layer.w13_weight, layer.w2_weight, layer.scheme)
-    return _copied(lora, layer.rank_group, layer.moe_parallel_config.tp_size > 1)
+    return _copied(lora, layer.rank_group, shared)
 
 
-def _copied(lora: ExpertLora, group: RankGroup, cut: bool) -> ExpertLora:
-    """The adapters, with gradients summed over ranks of the tensors that all ranks have.
+def mark_rank_adapters(layer: ExpertLayer, parameters: Iterable[Tensor]) -> None:
+    """Mark parameters as adapters of one rank: `clip_grad_norm_` counts them over all ranks.
+
+    A layer over several ranks marks, in every call, the parameters that it gets as factors or of
+    which factors are made. It does not see the parameters that `fully_shard` has made DTensors nor,
+    in a compiled call, the parameters of which factors are made: call this for them.
+
+    Args:
+        layer: the layer that the adapters belong to.
+        parameters: of this rank alone. `ExpertLora` says which factors all ranks have.
+    """
+    for x in parameters:
+        setattr(x, _RANK_GROUP, tuple(layer.rank_group))
+
+
+def ranks_of_adapters(parameter: Tensor) -> RankGroup | None:
+    """Return the ranks that have adapters of their own under a parameter's name; None: no ranks."""
+    group = getattr(parameter, _RANK_GROUP, None)
+    return None if group is None else RankGroup._make(group)
+
+
+def _factors(lora: ExpertLora, cut: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The factors that only this rank has, and the tensors that all ranks have.
 
     Args:
         lora: the adapters of a rank.
-        group: the ranks.
         cut: whether each rank has a part of every expert, along I.
     """
     shared = [lora.scaling] if isinstance(lora.scaling, Tensor) else []
+    first, second = list(lora.w1 or ()), list(lora.w2 or ())
     if cut:
-        shared += [] if lora.w1 is None else [lora.w1[0]]
-        shared += [] if lora.w2 is None else [lora.w2[1]]
+        return first[1:] + second[:1], shared + first[:1] + second[1:]
+    return first + second, shared
+
+
+def _leaves(factor: Tensor) -> Iterator[Tensor]:
+    """Yield the parameters of which a factor is made, but no DTensor, which all ranks have."""
+    if factor.is_leaf:
+        if factor.requires_grad:
+            yield factor
+        return
+    if torch.compiler.is_compiling():
+        return
+    nodes = [factor.grad_fn]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not hasattr(leaf, "placements"):
+            yield leaf
+        nodes += [after for after, _ in node.next_functions]
+
+
+def _copied(lora: ExpertLora, group: RankGroup, shared: Sequence[Tensor]) -> ExpertLora:
+    """The adapters, with gradients summed over ranks of the ``shared`` tensors."""
     asked = wanted(*shared)
     if not asked:
         return lora

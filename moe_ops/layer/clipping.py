@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from moe_ops import checks
+from moe_ops.layer.adapters import ranks_of_adapters
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.replicas import first_replicas
@@ -24,8 +25,9 @@ def clip_grad_norm_(
 
     As `torch.nn.utils.clip_grad_norm_`, which would give each rank another norm, that of its own
     experts, and so another factor. Here the experts of every rank count once, also those that have
-    replicas, and so does a gradient that all ranks have. Gradients that `fully_shard` has made
-    DTensors may be there too. All ranks of the layers must call this.
+    replicas, and so do adapters of them (see `mark_rank_adapters`) and a gradient that all ranks
+    have. Gradients that `fully_shard` has made DTensors may be there too. All ranks of the layers
+    must call this.
 
     Args:
         model: gradients of its parameters are scaled in place; parameters without one are skipped.
@@ -46,15 +48,7 @@ def clip_grad_norm_(
         checks.number(name, value)
         if not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    groups: dict[RankGroup, list[Tensor]] = {}
-    firsts: dict[int, Tensor | None] = {}
-    for module in model.modules():
-        first = first_replicas(module) if isinstance(module, ExpertLayer) else None
-        if isinstance(module, ExpertLayer) and (module.is_spread or first is not None):
-            experts = (module._parameters.get(name) for name in parameter_specs(module.sizes))
-            held = [x for x in experts if x is not None]  # not the gate of shared experts
-            groups.setdefault(module.rank_group, []).extend(held)
-            firsts |= {id(x): first for x in held}
+    groups, firsts = _of_single_ranks(model)
     norms = [_norms((x for x in model.parameters() if id(x) not in firsts), norm_type, {})]
     for group, spread in groups.items():
         norms.append(group.all_gather(_norms(spread, norm_type, firsts)))
@@ -69,6 +63,30 @@ def clip_grad_norm_(
     for device, tensors in grads.items():
         torch._foreach_mul_(tensors, factor.to(device))
     return total
+
+
+def _of_single_ranks(
+    model: nn.Module,
+) -> tuple[dict[RankGroup, list[Tensor]], dict[int, Tensor | None]]:
+    """Return the parameters that each rank of a group has of its own, and their `first_replicas`.
+
+    These are by the id of a parameter.
+    """
+    groups: dict[RankGroup, list[Tensor]] = {}
+    firsts: dict[int, Tensor | None] = {}
+    for module in model.modules():
+        first = first_replicas(module) if isinstance(module, ExpertLayer) else None
+        if isinstance(module, ExpertLayer) and (module.is_spread or first is not None):
+            experts = (module._parameters.get(name) for name in parameter_specs(module.sizes))
+            held = [x for x in experts if x is not None]  # not the gate of shared experts
+            groups.setdefault(module.rank_group, []).extend(held)
+            firsts |= {id(x): first for x in held}
+    for x in model.parameters():
+        group = ranks_of_adapters(x)
+        if group is not None:
+            groups.setdefault(group, []).append(x)
+            firsts[id(x)] = None
+    return groups, firsts
 
 
 def _norms(

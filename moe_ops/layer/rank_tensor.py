@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 
@@ -51,7 +53,9 @@ class RankPiece(NamedTuple):
 class RankTensor(Tensor):
     """A rank's part of a tensor, with the protocol of `torch.distributed.checkpoint`.
 
-    It is pickled, copied and saved in every other format as the plain tensor that it is.
+    Copies and elementwise results (casts, averages) keep their place. Other results of the same
+    shape cannot be saved there: rows may have moved. Results of other shapes are plain tensors. It
+    is pickled and saved in every other format as the plain tensor that it is.
     """
 
     global_shape: torch.Size
@@ -76,7 +80,7 @@ class RankTensor(Tensor):
         """Return what to save: each piece once, also if several rows hold the same expert."""
         metadata = import_module("torch.distributed.checkpoint.metadata")
         planner = import_module("torch.distributed.checkpoint.planner")
-        properties = metadata.TensorProperties.create_from_tensor(self.as_subclass(Tensor))
+        properties = metadata.TensorProperties.create_from_tensor(self.saved())
         return [
             planner.WriteItem(
                 metadata.MetadataIndex(fqn, chunk.offsets),
@@ -105,11 +109,15 @@ class RankTensor(Tensor):
         same = [i for i, piece in enumerate(self.pieces) if piece.offsets == tuple(index.offset)]
         piece = self.pieces[index.index if index.index in same else same[0]]
         box = (slice(at, at + n) for at, n in zip(piece.start, piece.sizes, strict=True))
-        return self.as_subclass(Tensor)[tuple(box)]
+        return self.saved()[tuple(box)]
+
+    def saved(self) -> Tensor:
+        """Return the tensor of which `torch.distributed.checkpoint` saves or loads the pieces."""
+        return self.as_subclass(Tensor)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """Copy as a plain tensor."""
-        return self.as_subclass(Tensor).clone()
+        """Copy the entries; the copy keeps its place."""
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor, which ``torch.load(.., weights_only=True)`` takes."""
@@ -117,17 +125,57 @@ class RankTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function: copies keep their place, other results are plain tensors."""
-        result = super().__torch_function__(func, types, args, kwargs or {})
-        if isinstance(result, RankTensor) and not hasattr(result, "pieces"):
-            if func in _COPIES and isinstance(args[0], RankTensor):
-                result.__dict__.update(args[0].__dict__)
-            elif func is not Tensor.new_empty:  # which staging for `async_save` completes itself
-                return result.as_subclass(Tensor)
-        return result
+        """Run the function; results of the shape of a `RankTensor` become one."""
+        kwargs = kwargs or {}
+        if func is Tensor.new_empty:  # which staging for `async_save` completes itself
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass(), _Watch() as ran:
+            result = func(*args, **kwargs)
+            placed = [x for x in tree_leaves((args, kwargs)) if hasattr(x, "pieces")]
+            name = "" if ran.elementwise else getattr(func, "__name__", str(func))
+            return tree_map_only(Tensor, lambda x: _with_place(x, placed, name), result)
 
 
-_COPIES = {Tensor.clone, Tensor.detach, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous}
+_COPIES = {
+    "_pin_memory", "_to_copy", "copy_", "detach", "empty_like", "fill_.Scalar", "full_like",
+    "lift_fresh", "ones_like", "scalar_tensor", "view.dtype", "zeros_like",
+}  # fmt: skip
+"""ATen operators without PyTorch's tag ``pointwise`` that leave every entry in its place."""
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether all operators that run leave every entry in its place."""
+
+    elementwise = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        self.elementwise &= (
+            torch.Tag.pointwise in func.tags or func.name().removeprefix("aten::") in _COPIES
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def _with_place(x: Tensor, placed: Sequence[RankTensor], name: str) -> Tensor:
+    """Return the result of a function with the place of the arguments that have its shape.
+
+    Args:
+        x: the result; a plain tensor unless it is one of the arguments.
+        placed: the arguments that know their place.
+        name: the function, if it may have moved entries; empty: it has not.
+    """
+    like = [] if isinstance(x, RankTensor) else [t for t in placed if t.shape == x.shape]
+    if not like:
+        return x
+    result = x.as_subclass(type(like[0]))
+    result.__dict__.update(like[0].__dict__)
+    if name or any(t.pieces != result.pieces for t in like):
+        result.refusal = result.refusal or (
+            "tensors of a FusedMoE over several ranks must be those of its state_dict, copies of "
+            "them or elementwise functions, such as casts and averages, for "
+            f"torch.distributed.checkpoint, got the result of {name or 'two with other experts'}"
+        )
+    return result
 
 
 def rank_tensor(

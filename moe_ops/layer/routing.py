@@ -162,7 +162,8 @@ class RoutesTokens(ExpertLayer):
         if not 0 <= seed < 2**31:
             raise ValueError(f"seed must be in 0..{2**31 - 1}, got {seed}")
         if step is None:  # a buffer, which Inductor's CUDA graphs may mutate
-            calls = torch.zeros(1, dtype=torch.int64, device=expert_load_view.device)
+            with torch.inference_mode(False):  # calls write to it
+                calls = torch.zeros(1, dtype=torch.int64, device=expert_load_view.device)
             self.register_buffer("eplb_step", calls, persistent=False)
         eplb = LayerEplbState(*views, record_enabled, seed, step)
         self.state = replace(self.state, eplb_state=eplb, eplb_state_is_copied=False)

@@ -31,8 +31,8 @@ class RankState(RankTensor):
 
     whole: Tensor
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:  # noqa: PLW3201 (its name)
-        """Return the memory of ``whole``."""
+    def saved(self) -> Tensor:
+        """Return ``whole``."""
         return self.whole
 
 

@@ -84,7 +84,10 @@ def agree(
     own = {"error": None if failure is None else str(failure), "facts": dict(facts)}
     heard = [json.loads(text) for text in gather(json.dumps(own))]
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            failure = None  # the error's traceback has this frame: neither may keep the other
     for rank, other in enumerate(heard):
         if other["error"] is not None:
             raise ValueError(f"the call failed on rank {rank} of the group: {other['error']}")

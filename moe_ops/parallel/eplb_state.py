@@ -52,6 +52,7 @@ class EplbState(EplbTensors):
     physical experts."""
 
     @classmethod
+    @torch.inference_mode(False)  # calls and `rebalance_` write to the tensors
     def make(
         cls,
         num_layers: int,

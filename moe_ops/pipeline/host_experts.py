@@ -49,6 +49,7 @@ def store_bytes(weights: ExpertWeights) -> int:
     )
 
 
+@torch.inference_mode(False)  # later calls write to these tensors
 def store(weights: ExpertWeights, *, pinned: bool) -> Store:
     """Copy the weights of all experts to memory of the host.
 
@@ -69,6 +70,7 @@ def store(weights: ExpertWeights, *, pinned: bool) -> Store:
     return Store((stored[0], stored[1]), memory)
 
 
+@torch.inference_mode(False)  # later calls write to these tensors
 def place_in(x: Tensor, weights: ExpertWeights, held: Store) -> Tensor | None:
     """Return the tensor of a store that holds a parameter; None: there is none.
 
@@ -115,6 +117,7 @@ def _contiguous(x: Tensor) -> tuple[int, ...]:
     return tuple(strides[::-1])
 
 
+@torch.inference_mode(False)  # later calls write to these tensors
 def host_experts(
     held: Store, config: FusedMoEQuantConfig, num_slots: int, device: torch.device
 ) -> HostExperts:

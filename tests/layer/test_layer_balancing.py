@@ -53,6 +53,20 @@ def same_numbers(layer, seed):
     return all(map(torch.equal, numbers(layer), expected(source, scheme, layer, held(layer))))
 
 
+def test_a_state_made_in_inference_mode():
+    """Calls and `rebalance_` outside of it write to it."""
+    x, logits, layer = torch.randn(T, H), torch.randn(T, E), balanced()[0]
+    with torch.inference_mode():
+        state = EplbState.make(2, E, REDUNDANT, 4)
+        layer.set_eplb_state(1, *state[1:])
+        layer(x, logits)
+    with torch.no_grad():
+        expected = layer(x, logits)
+        assert int(state.expert_load.sum()) == 2 * T * K and int(layer.eplb_step) == 2
+        rebalance(layer, state, 1)
+        torch.testing.assert_close(layer(x, logits), expected)
+
+
 def by_weight_loader(layer, source):
     """As the loaders of vLLM's models do, which know the first placement only."""
     params = dict(layer.named_parameters())

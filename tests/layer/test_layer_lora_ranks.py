@@ -6,8 +6,11 @@ import torch.distributed as dist
 from rank_layers import E, H, I, T, batch, held, layer_of
 from rank_layers import ways as all_ways
 from ranks import BACKENDS, BACKENDS_OF_FOUR, compiled_on, device, spawn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from moe_ops.training import ExpertLora
+from moe_ops.layer.adapters import ranks_of_adapters
+from moe_ops.training import ExpertLora, clip_grad_norm_, mark_rank_adapters
 
 L, R = 3, 4
 KINDS = {
@@ -149,6 +152,64 @@ def check_frozen(rank, ranks):
         assert all(x.grad is not None for x in factors(mine).values()), way
 
 
+class Adapted(torch.nn.Module):
+    """A layer and adapters of its experts, which are parameters or are made of them."""
+
+    def __init__(self, layer, lora, made):
+        super().__init__()
+        self.layer, self.ids, self.made = layer, lora.lora_ids, made
+        parts = [x.detach().clone() for x in factors(lora).values()]
+        self.parts = torch.nn.ParameterList(x[:, None] if made else x for x in parts)
+
+    def forward(self, x, logits):
+        a1, b1, a2, b2, scaling = (x[:, 0] * 1 if self.made else x for x in self.parts)
+        return self.layer(x, logits, lora=ExpertLora((a1, b1), (a2, b2), self.ids, scaling))
+
+
+def check_clipping(rank, ranks):
+    """Norms are those of one rank: each factor of one rank's experts counts, shared ones once."""
+    rows, lora = batch(), adapters()
+    whole = layer_of({})
+    alone = Adapted(whole, own(whole, lora, slice(None)), False)
+    (alone(*rows[:2]) * rows[2]).sum().backward()
+    for number, (way, spread, tokens) in enumerate(ways(rank, ranks)):
+        layer = layer_of({}, **spread)
+        mine = own(layer, lora, tokens)
+        models = [Adapted(layer, mine, made) for made in (False, True)]
+        for model, norm_type in ((models[number % 2], 2.0), (models[1 - number % 2], torch.inf)):
+            model.zero_grad()
+            x, logits, grad = (x[tokens] for x in rows)
+            (model(x, logits) * grad).sum().backward()
+            norm = clip_grad_norm_(model, 1e9, norm_type)
+            expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9, norm_type)
+            torch.testing.assert_close(norm, expected, msg=lambda m, w=way: f"{w}: {m}")
+            told = clip_grad_norm_(model.parts, 1e9, norm_type)
+            expected = torch.nn.utils.clip_grad_norm_(alone.parts.parameters(), 1e9, norm_type)
+            torch.testing.assert_close(told, expected)
+
+
+def check_sharded(rank, ranks):
+    """Beside `fully_shard` over replicas, which keeps parameters that no call sees."""
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "ep"))
+    ep, rows, lora, norms = mesh["ep"], batch(), adapters(), []
+    spread = {"ep_size": 2, "ep_rank": ep.get_local_rank(), "reduce_results": True, "tp_group": ep}
+    for way in ({}, spread):
+        layer = layer_of({}, **way)
+        model = Adapted(layer, own(layer, lora, slice(None)), False)
+        if way:
+            fully_shard(model, mesh=mesh["data"])
+            mark_rank_adapters(layer, [*model.parts][:4])
+        (model(*rows[:2]) * rows[2]).sum().backward()
+        norms.append(clip_grad_norm_(model, 1.0))
+    torch.testing.assert_close(*norms)
+
+
+def check_four(rank, ranks):
+    check(rank, ranks)
+    check_clipping(rank, ranks)
+    check_sharded(rank, ranks)
+
+
 def check_compiled(rank, ranks, name):
     """One graph for all numbers of tokens, forward and backward, with the same bits."""
     for way, spread, tokens in ways(rank, ranks, (6, 5)):
@@ -165,6 +226,7 @@ def check_compiled(rank, ranks, name):
             lora = lora._replace(lora_ids=lora.lora_ids[:count])
             with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
                 found = step(compiled, part, lora)
+            assert all(ranks_of_adapters(x) == layer.rank_group for x in lora.w1[1:] + lora.w2[:1])
             for a, b in zip(found.values(), step(eager, part, lora).values(), strict=True):
                 assert torch.equal(a, b), way
 
@@ -175,6 +237,7 @@ def check_two(rank, ranks):
     check_parts(rank, ranks)
     check_chunks(rank, ranks)
     check_frozen(rank, ranks)
+    check_clipping(rank, ranks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -184,7 +247,7 @@ def test_two_ranks(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS_OF_FOUR)
 def test_four_ranks(backend):
-    spawn(check, 4, backend=backend)
+    spawn(check_four, 4, backend=backend)
 
 
 @pytest.mark.parametrize(

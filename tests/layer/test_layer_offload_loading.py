@@ -203,3 +203,20 @@ def test_a_layer_of_the_device(device):
             logits = torch.randn(tokens, E, device=device).bfloat16()
             with torch.no_grad():
                 assert torch.equal(layer(x, logits), plain(x, logits)), (scheme, tokens)
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "nvfp4"])
+def test_slots_made_in_inference_mode(scheme):
+    """Calls outside of it write to them, and loading to the parameters and to products of them."""
+    layer, other = made(scheme), made(scheme)
+    for each in (layer, other):
+        moe_ops.load_checkpoint(each, checkpoint(scheme), progress=False)
+    x, logits = torch.randn(5, SIDE).bfloat16(), torch.randn(5, E)
+    with torch.inference_mode():
+        moe_ops.offload_(other, resident=SLOTS, progress=False)
+        expected = layer(x, logits)
+        assert torch.equal(other(x, logits), expected)
+    with torch.no_grad():
+        assert torch.equal(other(x, logits), expected)
+        other.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()})
+        assert torch.equal(other(x, logits), expected)

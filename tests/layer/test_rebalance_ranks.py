@@ -1,6 +1,8 @@
 """Balancing over the ranks of a group: rows travel between processes, over gloo."""
 
+import gc
 import pickle
+import weakref
 from collections import Counter
 
 import pytest
@@ -12,6 +14,7 @@ from ranks import spawn
 
 import moe_ops
 from moe_ops import EplbState
+from moe_ops.parallel.agreement import agree
 from moe_ops.parallel.rebalance import keep_rows
 from moe_ops.parallel.rounds import Spread, choose_sources, plan_rounds
 from moe_ops.parallel.travel import RowExchange
@@ -253,6 +256,27 @@ def check_group(rank, ranks):
         state.expert_load.copy_(loads_of(rank, 3)[:1, :EXPERTS])
         state.rebalance_([[weight]], 1, 1, group.size())
         assert torch.equal(weight, state.physical_to_logical_map[0, mine])
+
+
+class Kept:
+    """Something that a frame holds."""
+
+
+def test_an_error_that_was_caught_keeps_nothing():
+    """Such as a layer, whose windows the other ranks free."""
+    seen = []
+
+    def fail():
+        kept = Kept()
+        seen.append(weakref.ref(kept))
+        raise ValueError("as a check does")
+
+    gc.disable()  # cycles stay
+    with pytest.raises(ValueError, match="as a check does") as caught:
+        agree(lambda text: [text], fail)
+    del caught
+    assert seen[0]() is None
+    gc.enable()
 
 
 def check_rows_for_several(rank, ranks):

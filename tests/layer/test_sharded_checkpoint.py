@@ -155,10 +155,8 @@ def check_copies(rank, folder, whole):
     state = get_model_state_dict(layer, options=StateDictOptions(cpu_offload=True))
     dcp.async_save({"model": state}, checkpoint_id=f"{folder}/later").result()
     assert same(load(layer_of(), folder, "later"), whole)
-    copied = {name: x.clone().detach() for name, x in layer.state_dict().items()}
-    dcp.save({"model": copied}, checkpoint_id=f"{folder}/copied")
-    assert same(load(layer_of(), folder, "copied"), whole)
     state = layer.state_dict()
+    check_places(folder, state, whole)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -166,7 +164,34 @@ def check_copies(rank, folder, whole):
         fresh = layer_of(**way(rank, "ep"))
         fresh.load_state_dict(other)
         assert same(fresh, layer)
-    assert type(state["w13_weight"] + 1) is type(copy.deepcopy(state)["w2_weight"]) is torch.Tensor
+    assert type(state["w13_weight"][0]) is type(state["w2_weight"].sum(0)) is torch.Tensor
+
+
+def check_places(folder, state, whole):
+    """Copies and elementwise functions of a state dict are saved; moved rows raise."""
+    kept = {
+        "cloned": lambda x: x.clone().detach(),
+        "copied": copy.deepcopy,
+        "averaged": lambda x: torch.where(x > 0, x * 0.25 + x * 0.75, x),
+        "cast": lambda x: x.bfloat16(),
+        "filled": lambda x: torch.zeros_like(x).copy_(x.cpu()),
+    }
+    for name, function in kept.items():
+        saved = {key: function(x) for key, x in state.items()}
+        dcp.save({"model": saved}, checkpoint_id=f"{folder}/{name}")
+        stored = dcp.FileSystemReader(f"{folder}/{name}").read_metadata().state_dict_metadata
+        assert stored["model._extra_state"].properties.dtype == torch.uint8
+        expected = copy.deepcopy(whole).bfloat16() if name == "cast" else whole
+        assert same(load(layer_of(params_dtype=expected.w2_weight.dtype), folder, name), expected)
+    x, y = state["w13_weight"], layer_of(ep_size=2, ep_rank=0).state_dict()["w13_weight"]
+    moved = {"flip": x.flip(0), "__getitem__": x[[*range(len(x))]], "softmax": x.softmax(0)}
+    if x.pieces != y.pieces:
+        moved["two with other experts"] = x + y
+    for name, x in moved.items():
+        with pytest.raises(NotImplementedError, match=f"copies of them or .*, got .*{name}$"):
+            x.__create_chunk_list__()
+    with pytest.raises(dcp.api.CheckpointException, match=r"copies of them or .*of flip"):
+        dcp.save({"model": {"w13_weight": moved["flip"]}}, checkpoint_id=f"{folder}/moved")
 
 
 def check_norm_beside_a_gate(rank):

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import spawn, started
 
+from moe_ops import FusedMoEQuantConfig
+from moe_ops.pipeline import SymmetricPrepareAndFinalize
 from moe_ops.pipeline.exchange import memory
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.windows import WindowLayout
@@ -62,6 +64,51 @@ def check_allocated(rank, ranks, folder):
 
 def test_windows_have_room_or_raise_on_all_ranks(tmp_path):
     spawn(check_allocated, 3, str(tmp_path))
+
+
+def shared(ranks, name="a"):
+    layout = WindowLayout(ranks, 4, 64, 2, 4)
+    return memory.allocate_shared(name, layout, RankGroup(ranks), CPU, 5.0)
+
+
+def check_shared(rank, ranks):
+    """Windows that one rank has freed, or replaced, are allocated anew on all ranks."""
+    first, other = shared(ranks), shared(ranks, "b")
+    assert shared(ranks) is first is not other
+    old = first if rank == 0 else None  # as an error keeps a layer
+    del first
+    new = shared(ranks)
+    assert new is not old and shared(ranks) is new and shared(ranks, "b") is other
+    names = [None] * ranks
+    dist.all_gather_object(names, (new.generation, other.generation))
+    assert len({*names}) == 1 and new.generation != other.generation
+    if rank == 1:
+        memory._SHARED.clear()
+        kept = memory.allocate_here(new.layout, CPU, 5.0)[rank]
+        kept.generation = "another"
+        memory._SHARED.update(dict.fromkeys([("a", new.layout, RankGroup(ranks), CPU, 5.0)], kept))
+    assert shared(ranks) is not new
+
+
+def test_ranks_decide_together_who_shares_windows():
+    spawn(check_shared, 2)
+
+
+def check_inference(rank, ranks):
+    """Windows that are allocated in inference mode serve calls outside of it."""
+    part = SymmetricPrepareAndFinalize(None, 4, 64, 2)
+    x, weights = torch.randn(4, 64), torch.rand(4, 2)
+    ids = torch.arange(8, dtype=torch.int32).view(4, 2)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            config = FusedMoEQuantConfig("unquantized")
+            there = part.prepare(x, weights, ids, 8, None, False, config)
+            assert torch.equal(there.a1q[4 * rank : 4 * rank + 4], x)
+            del there
+
+
+def test_windows_of_inference_mode():
+    spawn(check_inference, 2)
 
 
 def check_killed(rank, ranks, folder, meeting, killed):

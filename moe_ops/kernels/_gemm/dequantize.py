@@ -39,7 +39,7 @@ class Format(NamedTuple):
     exponent: int
     """Exponent bits of a float; 0: an integer."""
     keeps_nan: bool
-    """Whether e4m3 numbers and scales that are NaN stay NaN on every GPU: those of rows."""
+    """Whether e4m3 numbers and scales that are NaN stay NaN on every GPU, as rows need it."""
     offset: int
     """The offset added to an integer when it is stored; 0: two's complement."""
     scale: str

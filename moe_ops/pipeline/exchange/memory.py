@@ -5,6 +5,7 @@ Allocation is collective: all ranks of the group must take part, with the same l
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import tempfile
@@ -13,6 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, TypeVar
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,11 @@ from moe_ops.windows import WindowLayout, Windows
 Result = TypeVar("Result")
 FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 """Folder of the files that processes of one host map into memory."""
+_SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
+"""Shared windows by name, layout, group, device and timeout."""
 
 
+@torch.inference_mode(False)  # later calls write to the windows
 def allocate(
     layout: WindowLayout, group: RankGroup, device: torch.device, timeout: float
 ) -> Windows:
@@ -56,6 +61,28 @@ def allocate(
     return _windows(layout, rank, own, addresses, timeout, keep)
 
 
+def allocate_shared(
+    name: str, layout: WindowLayout, group: RankGroup, device: torch.device, timeout: float
+) -> Windows:
+    """Return the windows of a name that are there on all ranks, else allocate them: all together.
+
+    A rank may hold windows that the others have freed: the traceback of an error that it caught
+    keeps their layer. So each rank says which windows it holds. The name is the same on all ranks,
+    as are the other arguments: see `allocate`.
+    """
+    key = (name, layout, group, device, timeout)
+    windows = _SHARED.get(key)
+    held = None if windows is None else windows.generation
+    own = json.dumps([held, uuid4().hex])
+    texts = [own] if group.size == 1 else group.gather_texts(own, device)
+    generations, proposals = zip(*map(json.loads, texts), strict=True)
+    if windows is None or {*generations} != {held}:
+        windows = _SHARED[key] = allocate(layout, group, device, timeout)
+        windows.generation = proposals[0]
+    return windows
+
+
+@torch.inference_mode(False)  # later calls write to the windows
 def allocate_here(layout: WindowLayout, device: torch.device, timeout: float) -> list[Windows]:
     """Allocate the windows of all ranks in this process, on one device: to simulate ranks.
 

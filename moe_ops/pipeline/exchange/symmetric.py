@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,15 +18,11 @@ from moe_ops.pipeline.exchange.base import (
     TokenExchange,
 )
 from moe_ops.pipeline.exchange.groups import check_expert_ranks
-from moe_ops.pipeline.exchange.memory import allocate, out_of_window, restart
+from moe_ops.pipeline.exchange.memory import allocate, allocate_shared, out_of_window, restart
 from moe_ops.pipeline.exchange.messages import sum_of_ranks
 from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.sizes import MAX_EXPERTS
 from moe_ops.windows import WindowLayout, Windows, nothing
-
-_SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
-"""Shared windows by layout, group, device, timeout, name and number."""
-
 
 ON_DEAD_RANK = ("raise", "mask")
 """What can be done about a rank that has died."""
@@ -185,11 +181,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         """Windows for one call in flight: of its own, or those that others share."""
         if self.share is None:
             return allocate(self.layout, self.group, device, self.timeout)
-        key = (self.layout, self.group, device, self.timeout, self.share, number)
-        windows = _SHARED.get(key)
-        if windows is None:
-            windows = _SHARED[key] = allocate(self.layout, self.group, device, self.timeout)
-        return windows
+        name = f"{self.share} {number}"
+        return allocate_shared(name, self.layout, self.group, device, self.timeout)
 
     def attach(self, windows: list[Windows]) -> None:
         """Use windows that are allocated already, one for each call in flight."""
