@@ -262,9 +262,9 @@ class FusedMoE(RoutesTokens, LoadsWeights, KeepsStateDict, KeepsBits):
         """Check a call of a layer over several ranks: see `moe_ops.layer.rank_checks`."""
         check_rank_call(self, tokens)
         if self.exchanges_tokens:
-            kernel = self.kernel
-            if kernel is not None and not kernel.output_is_reduced():
-                refuse_kernel_without_exchange(kernel)
+            exchange = self.state.exchange
+            if exchange is not None and not exchange.output_is_reduced():
+                refuse_kernel_without_exchange(exchange)
 
     def forward_impl(
         self,

@@ -101,12 +101,12 @@ def check_rank_call(layer: ExpertLayer, tokens: Tensor) -> None:
         compare_ranks(layer, None if layer.exchanges_tokens else tokens.shape[0])
 
 
-def refuse_kernel_without_exchange(kernel: Any) -> None:
-    """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
+def refuse_kernel_without_exchange(prepare_finalize: Any) -> None:
+    """Raise for a part that leaves tokens on their ranks, in a layer that exchanges tokens."""
     raise NotImplementedError(
         "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
         "prepare_finalize that exchanges tokens between ranks (output_is_reduced), got "
-        f"{type(kernel.prepare_finalize).__name__}"
+        f"{type(prepare_finalize).__name__}"
     )
 
 
