@@ -84,6 +84,15 @@ def test_what_hoppers_kernels_lack_is_not_tried(kernel, rows, tokens):
     assert not layer.neighbours(plain_trial(layer, tokens, 2), "on_demand")
 
 
+@pytest.mark.parametrize("tokens", [1, 512, 4096])
+def test_tiles_in_order_are_not_tried(tokens):
+    """What is timed has uniform routing, where they win. Where it is skewed they lose."""
+    layer = subject("unquantized")
+    trial = plain_trial(layer, tokens, 1)
+    tried = {t.tiles.group_m for t in layer.neighbours(trial, "group_m")}
+    assert tried == (set() if tokens == 1 else {4, 8, 32} - {trial.tiles.group_m})
+
+
 def test_hoppers_kernels_are_tried_where_they_serve():
     def tried(tokens, rows, *layer):
         found = subject(*layer, row_tile=rows).beginnings(tokens, 1)
