@@ -31,6 +31,8 @@ BINADES = HIGHEST - LOWEST + 1
 """Largest number of different exponents of an exact row."""
 BIAS, NAN = 127, 255
 """The exponent bias of e8m0 and of float32, and the e8m0 code that is no number."""
+EXPONENT_BITS = 0xFF << 23
+"""The exponent of a float32 number: all that a power of two has."""
 SMALLEST = -126
 """Smallest exponent of a row's scale: of normal float32 numbers."""
 NO_CODE = 16
@@ -139,19 +141,27 @@ def from_fp8(q: QTensor, exponents: Tensor, scheme: str | Scheme) -> QTensor:
         The weight as `quantize_weight` returns it.
 
     Raises:
-        ValueError: fp8 numbers that are not e2m1 numbers times the powers of two of their groups.
+        ValueError: scales that are no powers of two; fp8 numbers that are not e2m1 numbers times
+            the powers of two of their groups.
         TypeError, ValueError, NotImplementedError: as `exact_rows`.
     """
     quant = _quant_of(scheme)
     checks.tensor("q.data", q.data, 3, (torch.float8_e4m3fn,))
     experts, n, k = q.data.shape
-    scale = _shaped("q.scale", q.scale, torch.float32, (experts, n, 1))
+    scale = _shaped("q.scale", q.scale, torch.float32, (experts, n, 1)).contiguous()
+    is_power = (scale.view(torch.int32) & ~EXPONENT_BITS) == 0
+    if not bool(is_power.all()):
+        expert, row, _ = (~is_power).nonzero()[0].tolist()
+        raise ValueError(
+            "q.scale must hold powers of two (as as_fp8 returns them), got "
+            f"{scale[expert, row, 0].item()} in row {row} of expert {expert}"
+        )
     shape = quant.weight_scale_shape(experts, n, k)
     exponents = _shaped("exponents", exponents, torch.uint8, shape)
     data = exponents.new_empty((experts, n, k // 2))
     table = _codes(q.data.device).flatten()
     for expert in range(experts):
-        exponent = (scale[expert, :, 0].contiguous().view(torch.int32) >> 23) - BIAS
+        exponent = (scale[expert, :, 0].view(torch.int32) >> 23) - BIAS
         place = _table_rows(exponents[expert], exponent, k, quant.group.cols)
         at = (place * 256 + q.data[expert].view(torch.uint8)).flatten()
         codes = table.index_select(0, at).view(n, k)

@@ -159,3 +159,8 @@ def test_errors():
     other[1, 2, 3] ^= 1  # more significant bits than e2m1 has
     with pytest.raises(ValueError, match="got others in expert 1"):
         from_fp8(held._replace(data=other.view(torch.float8_e4m3fn)), q.scale, NAME)
+    for factor in (1.25, -1):
+        scale = held.scale.clone()
+        scale[1, 2] *= factor
+        with pytest.raises(ValueError, match="powers of two .*got -?[0-9.]+ in row 2 of expert 1"):
+            from_fp8(held._replace(scale=scale), q.scale, NAME)
