@@ -148,13 +148,13 @@ def test_negative_scales_are_negative_numbers(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scheme", WITH_WEIGHTS)
 def test_weights_that_are_nan(scheme, dtype, device):
-    """They are read as 480, which spoils their own column alone."""
+    """Kernels read them as 480, which spoils their own column alone."""
     rows, q, ids = operands(scheme, dtype)
     data = with_byte(with_byte(q.data, (0, 5, 40), NANS[0]), (1, 9, 41), NANS[1])
     q = q._replace(data=data)
     actual, expected = products(rows, q, ids, scheme, device)
     assert expected.isnan().any(0).nonzero().flatten().tolist() == [5, 9]
-    assert actual.isfinite().all()
+    assert actual.isfinite().all() == (HAS_CUDA or INTERPRETED)
     check(rows, q, ids, scheme, torch.where(expected.isnan(), torch.nan, actual), expected)
 
 
