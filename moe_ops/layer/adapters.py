@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def adapters_of(
         return lora
     check_lora(lora, tokens, layer.w13_weight, layer.w2_weight, layer.scheme)
     own, shared = _factors(lora, layer.moe_parallel_config.tp_size > 1)
-    mark_rank_adapters(layer, (leaf for x in own for leaf in _leaves(x)))
+    mark_rank_adapters(layer, (leaf for x in own for leaf in parameters_in(x)))
     exchange = layer.state.exchange
     if not layer.reduce_results and (exchange is None or not exchange.output_is_reduced()):
         return lora
@@ -75,9 +75,11 @@ def adapters_of(
 def mark_rank_adapters(layer: ExpertLayer, parameters: Iterable[Tensor]) -> None:
     """Mark parameters as adapters of one rank: `clip_grad_norm_` counts them over all ranks.
 
-    A layer over several ranks marks, in every call, the parameters that it gets as factors or of
-    which factors are made. It does not see the parameters that `fully_shard` has made DTensors nor,
-    in a compiled call, the parameters of which factors are made: call this for them.
+    A layer over several ranks marks, in every call, the parameters that it gets as factors, or
+    that make up a factor as a whole (views, stacks). It does not see the parameters that
+    `fully_shard` has made DTensors nor, in a compiled call, the parameters of which factors are
+    made: call this for them. A parameter of which a factor is a part is left to the caller, too,
+    since all ranks may have it.
 
     Args:
         layer: the layer that the adapters belong to.
@@ -107,16 +109,17 @@ def _factors(lora: ExpertLora, cut: bool) -> tuple[list[Tensor], list[Tensor]]:
     return first + second, shared
 
 
-def _leaves(factor: Tensor) -> Iterator[Tensor]:
-    """Yield the parameters of which a factor is made, but no DTensor, which all ranks have."""
+def parameters_in(factor: Tensor) -> list[Tensor]:
+    """Return the parameters that make up a factor, such as those of single experts, stacked.
+
+    None if the factor is a part of them, since all ranks may have them, and no DTensors, which all
+    ranks have.
+    """
     if factor.is_leaf:
-        if factor.requires_grad:
-            yield factor
-        return
+        return [factor] if factor.requires_grad else []
     if torch.compiler.is_compiling():
-        return
-    nodes = [factor.grad_fn]
-    seen = set[Any]()
+        return []
+    leaves, nodes, seen = [], [factor.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -124,8 +127,9 @@ def _leaves(factor: Tensor) -> Iterator[Tensor]:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None and not hasattr(leaf, "placements"):
-            yield leaf
+            leaves.append(leaf)
         nodes += [after for after, _ in node.next_functions]
+    return leaves if sum(x.numel() for x in leaves) == factor.numel() else []
 
 
 def _copied(lora: ExpertLora, group: RankGroup, shared: Sequence[Tensor]) -> ExpertLora:

@@ -9,7 +9,7 @@ from ranks import BACKENDS, BACKENDS_OF_FOUR, compiled_on, device, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from moe_ops.layer.adapters import ranks_of_adapters
+from moe_ops.layer.adapters import parameters_in, ranks_of_adapters
 from moe_ops.training import ExpertLora, clip_grad_norm_, mark_rank_adapters
 
 L, R = 3, 4
@@ -238,6 +238,16 @@ def check_two(rank, ranks):
     check_chunks(rank, ranks)
     check_frozen(rank, ranks)
     check_clipping(rank, ranks)
+
+
+def test_parameters_that_make_up_a_factor():
+    """Not those of which it is a part: all ranks may have them, and add their gradients."""
+    one, other = (torch.nn.Parameter(torch.randn(2, 3)) for _ in range(2))
+    both = torch.nn.Parameter(torch.randn(4, 2, 3))
+    assert parameters_in(both) == [both] and parameters_in(both.detach()) == []
+    found = parameters_in(torch.stack((one, other)).transpose(1, 2) * 2)
+    assert {*map(id, found)} == {id(one), id(other)}
+    assert parameters_in(both[:2]) == [] and parameters_in(both[[0, 1]]) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
