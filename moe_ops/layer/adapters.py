@@ -110,7 +110,7 @@ def _factors(lora: ExpertLora, cut: bool) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def parameters_in(factor: Tensor) -> list[Tensor]:
-    """Return the parameters that make up a factor, such as those of single experts, stacked.
+    """Return the parameters that make up a factor, such as single experts that were stacked.
 
     None if the factor is a part of them, since all ranks may have them, and no DTensors, which all
     ranks have.
