@@ -65,7 +65,8 @@ def adapters_of(
         return lora
     check_lora(lora, tokens, layer.w13_weight, layer.w2_weight, layer.scheme)
     own, shared = _factors(lora, layer.moe_parallel_config.tp_size > 1)
-    mark_rank_adapters(layer, (leaf for x in own for leaf in parameters_in(x)))
+    if torch.is_grad_enabled():
+        mark_rank_adapters(layer, (leaf for x in own for leaf in parameters_in(x)))
     exchange = layer.state.exchange
     if not layer.reduce_results and (exchange is None or not exchange.output_is_reduced()):
         return lora
@@ -90,13 +91,13 @@ def mark_rank_adapters(layer: ExpertLayer, parameters: Iterable[Tensor]) -> None
 
 
 def ranks_of_adapters(parameter: Tensor) -> RankGroup | None:
-    """Return the ranks that have adapters of their own under a parameter's name; None: no ranks."""
+    """Return the ranks that each have their own numbers in such a parameter; None: unmarked."""
     group = getattr(parameter, _RANK_GROUP, None)
     return None if group is None else RankGroup._make(group)
 
 
 def _factors(lora: ExpertLora, cut: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The factors that only this rank has, and the tensors that all ranks have.
+    """Return the factors that only this rank has, and the tensors that all ranks have.
 
     Args:
         lora: the adapters of a rank.
@@ -112,8 +113,8 @@ def _factors(lora: ExpertLora, cut: bool) -> tuple[list[Tensor], list[Tensor]]:
 def parameters_in(factor: Tensor) -> list[Tensor]:
     """Return the parameters that make up a factor, such as single experts that were stacked.
 
-    None if the factor is a part of them, since all ranks may have them, and no DTensors, which all
-    ranks have.
+    The list is empty if they have more numbers than the factor: then all ranks may have them, and
+    use a part. It has no DTensors, which all ranks have.
     """
     if factor.is_leaf:
         return [factor] if factor.requires_grad else []

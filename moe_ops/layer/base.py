@@ -127,7 +127,7 @@ class ExpertLayer(nn.Module):
         self.state = stage.state
 
     def follow_dtype(self) -> None:
-        """Note a dtype that plain weights did not get by a cast, but by ``assign`` or ``data``."""
+        """Note the dtype of unquantized weights that was changed by ``assign`` or ``data``."""
         sizes = self.sizes.with_dtype(self.w13_weight.dtype)
         if sizes.dtype != self.sizes.dtype:
             self.state = replace(self.state, sizes=sizes, cast_dtype=None)

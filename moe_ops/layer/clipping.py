@@ -68,9 +68,10 @@ def clip_grad_norm_(
 def _of_single_ranks(
     model: nn.Module,
 ) -> tuple[dict[RankGroup, list[Tensor]], dict[int, Tensor | None]]:
-    """Return the parameters that each rank of a group has of its own, and their `first_replicas`.
+    """Return the parameters that differ between ranks.
 
-    These are by the id of a parameter.
+    Returns:
+        The parameters of each group of ranks, and the `first_replicas` by the id of a parameter.
     """
     groups: dict[RankGroup, list[Tensor]] = {}
     firsts: dict[int, Tensor | None] = {}

@@ -26,19 +26,17 @@ from moe_ops.layer.host_memory import (
 )
 from moe_ops.layer.initial import initialize
 from moe_ops.layer.parameters import parameter_specs
-from moe_ops.layer.rank_checks import check_own_weights, check_sharded
+from moe_ops.layer.rank_checks import OF_A_RANK, check_own_weights, check_sharded
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import LayerState
-from moe_ops.loading.names import SHARED_GATE
+from moe_ops.loading.names import ROUTER_TENSORS, SHARED_GATE
 from moe_ops.scheme import is_packed
 
 CAST = ("w13_bias", "w2_bias", SHARED_GATE)
 """Parameters that ``.to(dtype)`` casts in a quantized layer."""
 CAST_UNQUANTIZED = (*CAST, "w13_weight", "w2_weight")
 """Parameters that ``.to(dtype)`` casts in an unquantized layer."""
-KEPT_BUFFERS = (
-    "e_score_correction_bias", "hash_indices_table", "expert_map", "w13_input_order", "eplb_step",
-)  # fmt: skip
+KEPT_BUFFERS = (*ROUTER_TENSORS, *OF_A_RANK, "eplb_step")
 """Buffers that keep their dtypes. What others add, like masks of pruning, is cast."""
 
 

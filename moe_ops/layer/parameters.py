@@ -126,8 +126,8 @@ class Held:
         self.named = {**parameters}
         own = [x for name, x in self.named.items() if name.endswith(SUFFIX["input_scale"])]
         # Under FakeTensorMode and torch.func there is nothing behind a tensor.
-        self.first = [(x, x.detach()[:1]) for x in own if type(x) is nn.Parameter]
-        """Static scales, and the view of each that `stored_config` makes."""
+        self.views = [(x, x.detach()[:1]) for x in own if type(x) is nn.Parameter]
+        """Static scales, and a view of each such as configurations have."""
 
     def are_of(self, parameters: Mapping[str, Any]) -> bool:
         """Whether they are still these parameters, in the same memory.
@@ -137,6 +137,6 @@ class Held:
         named = self.named
         if not all(map(is_, map(parameters.get, named), named.values())):
             return False
-        if not self.first or torch.compiler.is_compiling():  # compiled code makes its views
+        if not self.views or torch.compiler.is_compiling():  # compiled code makes its views
             return True
-        return all(x.data_ptr() == view.data_ptr() for x, view in self.first)
+        return all(x.data_ptr() == view.data_ptr() for x, view in self.views)

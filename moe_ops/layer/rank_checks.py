@@ -86,7 +86,7 @@ def rank_group_of(parallel: FusedMoEParallelConfig, options: FusedMoEOptions) ->
 def check_rank_call(layer: ExpertLayer, tokens: Tensor) -> None:
     """Check an eager call of a layer over several ranks, or of replicas of a balanced layer.
 
-    All calls but the first one, and the first one after experts have moved, cost nothing.
+    Only the first call costs something, and the first one after experts have moved.
 
     Raises:
         ValueError: see `compare_ranks` and `check_replicas`.

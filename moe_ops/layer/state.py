@@ -131,7 +131,7 @@ class LayerState:
     eplb_state: LayerEplbState | None = _beside()
     """The layer's part of an `EplbState`."""
     eplb_state_is_copied: bool = _beside(default=False)
-    """Whether ``eplb_state`` was copied or unpickled with the layer, no `EplbState` changes it."""
+    """Whether ``eplb_state`` was copied with the layer or unpickled: no `EplbState` changes it."""
     capture_fn: CaptureFn | None = _beside()
     """See `FusedMoE.set_capture_fn`."""
     capture_buffer: Tensor | None = _beside()

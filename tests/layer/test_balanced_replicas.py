@@ -53,7 +53,7 @@ class Replica:
         return self
 
     def rebalance(self, seed, *, together):
-        """By a load of this replica's own, or by the sum over all replicas."""
+        """Place experts by the loads of all replicas together, or by this replica's own load."""
         g = torch.Generator().manual_seed(10 * seed + self.data.rank())
         load = torch.randint(0, 1000, (1, E + REDUNDANT), generator=g, dtype=torch.int32)
         self.state.expert_load.copy_(load)
@@ -65,7 +65,7 @@ class Replica:
         assert (before != self.state.physical_to_logical_map).any()
 
     def loss(self, rows):
-        """Of the part of a batch that this replica has."""
+        """Return the loss over this replica's part of a batch."""
         own = slice(self.data.rank() * T // 2, (self.data.rank() + 1) * T // 2)
         x, logits, y = (tensor[own] for tensor in rows)
         return (self.model(x, logits) - y).square().sum()
@@ -77,7 +77,7 @@ class Replica:
 
 
 def gradients_of_whole(rows):
-    """Those of one process with all tokens, halved."""
+    """Return half of the gradients that one process with all tokens has: the replicas' mean."""
     layer, (x, logits, y) = layer_of(), rows
     (layer(x, logits) - y).square().sum().div(2).backward()
     return [getattr(layer, name).grad for name in NAMES]

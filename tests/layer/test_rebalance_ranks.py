@@ -263,7 +263,7 @@ class Kept:
 
 
 def test_an_error_that_was_caught_keeps_nothing():
-    """Such as a layer, whose windows the other ranks free."""
+    """A layer that its traceback kept would keep windows, which the other ranks free."""
     seen = []
 
     def fail():
@@ -272,11 +272,13 @@ def test_an_error_that_was_caught_keeps_nothing():
         raise ValueError("as a check does")
 
     gc.disable()  # cycles stay
-    with pytest.raises(ValueError, match="as a check does") as caught:
-        agree(lambda text: [text], fail)
-    del caught
-    assert seen[0]() is None
-    gc.enable()
+    try:
+        with pytest.raises(ValueError, match="as a check does") as caught:
+            agree(lambda text: [text], fail)
+        del caught
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 def check_rows_for_several(rank, ranks):

@@ -8,11 +8,12 @@ For 16-bit activations two neighbours along K are converted at once, in the 16-b
   format. The result is the number (subnormals included) times a power of two, which a
   multiplication by `missing` corrects.
 
-Both are exact, except that an e4m3 weight that is NaN becomes 480. Rows keep NaN: the GPU converts
-their e4m3 numbers itself. (Weights would take up to 1.2 times as long so.) e4m3 scales keep their
-sign, and NaN too if they are of rows or the GPU converts them (see `converts_e4m3`). If a tile has
-few rows and each step of K lies within one scale group, scales multiply the step's product in
-float32. Otherwise they multiply the weights, rounded once.
+Both are exact, except that an e4m3 weight that is NaN becomes 480. For rows the GPU's own
+conversion keeps NaN; with weights it took up to 1.2 times as long. e4m3 scales keep their sign.
+Scales of rows keep NaN too, and all scales do on GPUs that convert e4m3 (see `converts_e4m3`).
+
+If a tile has few rows and each step of K lies within one scale group, scales multiply the step's
+product in float32. Otherwise they multiply the weights, rounded once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Format(NamedTuple):
     exponent: int
     """Exponent bits of a float; 0: an integer."""
     keeps_nan: bool
-    """Whether e4m3 numbers and scales that are NaN stay NaN on every GPU, as rows need it."""
+    """Whether e4m3 numbers and scales that are NaN stay NaN on every GPU: in rows."""
     offset: int
     """The offset added to an integer when it is stored; 0: two's complement."""
     scale: str
