@@ -204,6 +204,16 @@ def test_who_quantizes():
     assert portable.scratch[0].nbytes == 4096 * H  # a row for each token, a byte for each number
 
 
+@every_row("scheme", list(moe_ops.SCHEMES))
+def test_no_tokens(scheme):
+    """Whoever asks which operator quantizes rows also asks for a call without tokens."""
+    known = moe_ops.get_scheme(scheme)
+    for packed in (False, True) if packs(known, I, H) else (False,):
+        for problem in problems(scheme, 0, packed=packed):
+            one = problem._replace(sizes=problem.sizes._replace(num_slots=K))
+            assert plan_gemm(problem, HOPPER).quantizes_rows == plan_gemm(one, HOPPER).quantizes_rows
+
+
 def test_who_fetches_rows():
     """A narrow product, aligned rows in the order of tokens; shared rows are quantized before."""
     dense, second = problems("unquantized", 2048)
