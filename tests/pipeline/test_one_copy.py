@@ -15,6 +15,7 @@ from ranks import mine
 
 import moe_ops
 from moe_ops.parallel import determine_expert_ranks
+from moe_ops.pipeline.exchange import messages
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.exchange.replicas import ReplicaExchange
 from moe_ops.testing import (
@@ -120,6 +121,23 @@ def test_one_row(kind):
     for row in (slice(1, 2), slice(0)):
         own = {n: arguments[n][row] for n in ("hidden_states", "topk_ids", "topk_weights")}
         torch.testing.assert_close(kernel.apply(**arguments | own), expected[row])
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_compiled_messages(top_k, device):
+    """An axis of one number has any stride in a compiled graph."""
+
+    def there_and_back(x, logits):
+        weights, ids = moe_ops.fused_topk(x, logits, top_k, renormalize=True)
+        parts = [weights, ~ids]
+        return messages.parts_of(messages.message_of(parts), parts)
+
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (5, 33):
+        x, logits = torch.randn(tokens, 16, device=device), torch.randn(tokens, 8, device=device)
+        for part, expected in zip(compiled(x, logits), there_and_back(x, logits), strict=True):
+            assert part.dtype == expected.dtype and torch.equal(part, expected)
 
 
 def small_world(counts=(7, 0, 3, 6), device="cpu", **changes):

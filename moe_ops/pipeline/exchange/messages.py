@@ -22,20 +22,22 @@ def padded(x: Tensor, size: int, fill: int = 0) -> Tensor:
 
 def message_of(parts: list[Tensor]) -> Tensor:
     """Rows of several tensors ``(T, n)`` side by side as bytes: ``(T, bytes)`` uint8."""
-    return torch.cat([_copy(part).view(torch.uint8) for part in parts], 1)
+    return torch.cat([_viewed(part, torch.uint8) for part in parts], 1)
 
 
 def parts_of(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
     """Invert `message_of`: tensors with the dtypes and widths of ``parts``, a row a message."""
     widths = [part.shape[1] * part.dtype.itemsize for part in parts]
     pieces = message.split(widths, 1)
-    return [_copy(piece).view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+    return [_viewed(piece, part.dtype) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def _copy(x: Tensor) -> Tensor:
-    # `contiguous` would return a single row, or an axis of one number, where and as it lies in
-    # memory, which may not be viewed as another dtype.
-    return x.clone(memory_format=torch.contiguous_format)
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of ``(T, n)`` whose rows are read as numbers of another dtype."""
+    # Along one axis: a compiler may give an axis of one number any stride, and `contiguous` would
+    # return a single row as it lies in memory. Neither may be viewed as another dtype.
+    numbers = x.clone(memory_format=torch.contiguous_format).view(-1)
+    return numbers.view(dtype).view(x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize)
 
 
 def sum_of_ranks(parts: Tensor, ranks: int) -> Tensor:
