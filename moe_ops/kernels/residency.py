@@ -354,23 +354,29 @@ def _make_resident_launch(
     return Launch(_make_resident_kernel, S=sizes, num_warps=num_warps, maxnreg=REGISTERS)
 
 
-def tiles_in_rows(owner: Residency, first: int, tiles: AnyTiles) -> list[AnyTiles]:
+def tiles_in_rows(
+    owner: Residency, first: int, tiles: AnyTiles, *, overlapping: bool = False
+) -> list[AnyTiles]:
     """Room for the tiles in rows of each weight from the ``first`` on.
-
-    GEMMs that read a plan need no map. Theirs stays that of all experts.
 
     Args:
         owner: the slots.
         first: the number of the first weight.
         tiles: ids, expert map, and the plan if GEMMs read one.
+        overlapping: whether a wave is written while the GEMMs of another one run, whose rows it
+            overwrites. Their map then stays that of all experts, and they must read the plan.
     """
     plan, topk_ids, expert_map = tiles
-    row_maps = owner.row_maps[first:]
-    if plan is not None:
-        return [(torch.empty_like(plan), topk_ids, expert_map) for _ in row_maps]
-    if expert_map is None:
-        return [(None, topk_ids, rows) for rows in row_maps]
-    return [(None, topk_ids, torch.empty_like(expert_map, dtype=torch.int32)) for _ in row_maps]
+
+    def of_weight(rows: Tensor) -> AnyTiles:
+        mapped = rows
+        if overlapping:
+            mapped = expert_map
+        elif expert_map is not None:
+            mapped = torch.empty_like(expert_map, dtype=torch.int32)
+        return None if plan is None else torch.empty_like(plan), topk_ids, mapped
+
+    return [of_weight(rows) for rows in owner.row_maps[first:]]
 
 
 def make_resident(
@@ -396,7 +402,7 @@ def make_resident(
     """
     plan, topk_ids, expert_map = tiles
     plans, _, maps = zip(out[0], out[-1], strict=True)
-    if plan is not None or expert_map is None:
+    if expert_map is None or maps[0] is expert_map:  # rows are a map, or GEMMs read none
         maps = None, None
     (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
     units = min(num_ids, most) * max(owner.chunks[first : first + weights])

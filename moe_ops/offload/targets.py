@@ -90,7 +90,7 @@ class LayerOnHost(HostTarget):
     def put(self, resident: int | None, device: torch.device) -> None:
         """Change the layer's parameters."""
         layer = self.module
-        if device.type == "cuda" and layer.w13_weight.device.type == "cpu":
+        if device.type == "cuda" and layer.compute_device.type == "cpu":
             stage = Stage(replace(layer.state, device=device), layer._parameters)
             layer.take(in_forms_for_device(stage))
         offload(layer, self.amount().num_experts if resident is None else resident, device)

@@ -179,6 +179,24 @@ def test_plans_of_waves(device):
 
 
 @pytest.mark.kernel
+@pytest.mark.skipif(not KERNELS, reason="references take rows of experts")
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_maps_beside_plans(is_mapped, device):
+    """A kernel of one token reads ids, though so many slots of few experts have a plan."""
+    owner, ids = residency(9, 5, device), torch.tensor([[8, 2, 5, 0]], device=device)
+    expert_map = torch.arange(9, device=device, dtype=torch.int32).flip(0) if is_mapped else None
+    plan = ops.plan_slots(ids, expert_map, 9, "unquantized", torch.bfloat16)
+    tiles = plan, ids, expert_map
+    out = LEG.tiles_in_rows(owner, 0, tiles)
+    LEG.make_resident(owner, 0, tiles, 16, 0, out, most=5)
+    for (_, _, mapped), rows in zip(out, owner.row_maps, strict=True):
+        assert torch.equal(mapped[ids], rows[8 - ids if is_mapped else ids])
+        assert mapped[ids].unique().numel() == 4
+    for _, _, mapped in LEG.tiles_in_rows(owner, 0, tiles, overlapping=True):
+        assert mapped is expert_map  # the next wave overwrites rows
+
+
+@pytest.mark.kernel
 def test_products_of_calls_that_are_interleaved(device):
     """Another call may come between both products: the second then sees to its own experts."""
     g = torch.Generator().manual_seed(0)

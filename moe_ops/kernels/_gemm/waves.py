@@ -32,22 +32,23 @@ def waves(operands: GemmOperands, row_tile: int) -> Iterator[GemmOperands]:
     plan = plan_to_read(operands.tiles, num_ids, owner.num_experts)
     tiles = plan, topk_ids.contiguous(), dense(expert_map)
     most = wave_slots(owner.num_experts, owner.num_slots, num_ids)
+    overlapping = most < owner.num_slots
     own = owner.take_ahead(operands.tiles) if number == 1 else None
     early = operands.early and own is not None
     if own is None:
-        own, *others = out = tiles_in_rows(owner, number, tiles)
+        own, *others = out = tiles_in_rows(owner, number, tiles, overlapping=overlapping)
         _wait_for_other_stream(owner, topk_ids)
         make_resident(owner, number, tiles, row_tile, 0, out, most=most)
         owner.ahead = (operands.tiles, others[0]) if others else None
     weight, experts = owner.slots[number], owner.num_experts
     operands = operands._replace(weight=weight, tiles=own, early=early, experts=experts)
-    if most == owner.num_slots:
+    if not overlapping:
         yield operands
         for wave in range(1, waves_of(experts, most, num_ids)):
             make_resident(owner, number, tiles, row_tile, wave, [own], most=most)
             yield operands
         return
-    both = own, tiles_in_rows(owner, number, tiles)[0]
+    both = own, tiles_in_rows(owner, number, tiles, overlapping=overlapping)[0]
     count = waves_of(experts, most, num_ids)
     for wave in range(count):
         after = wave + 1

@@ -1,0 +1,54 @@
+"""Experts in host memory in forms that only kernels for Hopper read: bits of the layer without."""
+
+import copy
+
+import pytest
+import torch
+from packed_weights import PACKABLE
+from table_items import every_row
+
+import moe_ops
+from moe_ops.scheme import get_scheme
+
+E, K, WIDE = 9, 4, 128
+
+
+@torch.no_grad()
+def stored(scheme, device):
+    """A layer of a scheme with random weights."""
+    layer = moe_ops.FusedMoE(E, K, WIDE, WIDE, params_dtype=torch.bfloat16)
+    for seed, p in enumerate(layer.parameters()):
+        p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) / 8)
+    x, logits = torch.randn(9, WIDE).bfloat16(), torch.randn(9, E).bfloat16()
+    run = {"calibrate": lambda m: m(x, logits)} if get_scheme(scheme).input_scale_names else {}
+    return moe_ops.quantize_(layer, scheme, progress=False, **run).to(device)
+
+
+@torch.no_grad()
+def assert_same(layer, other, device):
+    for tokens in (0, 1, 3, 17):
+        x = torch.randn(tokens, WIDE, device=device).bfloat16()
+        logits = torch.randn(tokens, E, device=device).bfloat16()
+        assert torch.equal(other(x, logits), layer(x, logits)), tokens
+
+
+@every_row("scheme", PACKABLE)
+def test_one_token_of_few_experts(scheme, device):
+    """Its slots have a plan, but the kernel with the weighted sum reads ids."""
+    layer = stored(scheme, device)
+    layer.pack_()
+    other = moe_ops.offload_(copy.deepcopy(layer), resident=7, progress=False)
+    assert_same(layer, other, device)
+
+
+@pytest.mark.kernel
+@every_row("scheme", ["int8_w8a16", "mxfp4_w4a8"])
+def test_another_number_of_slots_keeps_the_form(scheme, device):
+    """Plain experts whose parameters lie on the host since they are offloaded stay plain."""
+    layer = stored(scheme, device)
+    other = moe_ops.offload_(copy.deepcopy(layer), resident=7, progress=False)
+    for resident in (5, E):
+        moe_ops.offload_(other, resident=resident, progress=False)
+        assert other.w13_weight.dtype == layer.w13_weight.dtype
+        assert other.w13_weight.shape == layer.w13_weight.shape
+        assert_same(layer, other, device)
