@@ -236,15 +236,19 @@ def check_prepared(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, pre
     """Check what the ``prepare`` of a caller's own class has returned for a call.
 
     Raises:
-        TypeError: no `PrepareResult`; unquantized rows or ids of another dtype than the call's.
+        TypeError: no `PrepareResult`; unquantized rows of another dtype than the call's, or a
+            routing of no dtype of routings.
         ValueError: rows of another width or number than the format has.
     """
     name = f"prepare of {type(prepare_finalize).__name__} must return"
     if not isinstance(prepared, PrepareResult):
         raise TypeError(f"{name} a PrepareResult, got {type(prepared).__name__}")
-    x, (rows, scale, _, ids, _) = call.hidden_states, prepared
-    if ids is not None and ids.dtype not in checks.INDICES:
-        raise TypeError(f"{name} topk_ids of a dtype of {[*checks.INDICES]}, got {ids.dtype}")
+    x, (rows, scale, _, ids, weights) = call.hidden_states, prepared
+    checks.tensor(f"{name} rows, which", rows, None, None)
+    if ids is not None:
+        checks.tensor(f"{name} topk_ids, which", ids, 2, checks.INDICES)
+    if weights is not None:
+        checks.tensor(f"{name} topk_weights, which", weights, 2, checks.FLOATS)
     if scale is None and rows.dtype != x.dtype:
         raise TypeError(f"{name} unquantized rows of dtype {x.dtype}, got {rows.dtype}")
     tokens, k = (call.topk_ids if ids is None else ids).shape
@@ -257,10 +261,17 @@ def check_prepared(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, pre
             raise ValueError(f"{name} rows of a shape of {[*shapes]}, got {tuple(rows.shape)}")
 
 
-def no_tensor(prepare_finalize: FusedMoEPrepareAndFinalize, output: Any) -> TypeError:
-    """The error of a ``finalize`` that returned anything but a tensor."""
-    name = type(prepare_finalize).__name__
-    return TypeError(f"finalize of {name} must return a Tensor, got {type(output).__name__}")
+def not_tokens(kernel: Any, call: Call, output: Any) -> Exception:
+    """The error of a ``finalize`` that returned anything but a row for each token."""
+    name = f"finalize of {type(kernel.prepare_finalize).__name__} must return"
+    if not isinstance(output, Tensor):
+        return TypeError(f"{name} a Tensor, got {type(output).__name__}")
+    experts = kernel.fused_experts
+    reduce = type(experts.finalize_weight_and_reduce_impl()).__name__
+    return ValueError(
+        f"{name} a row for each token, {tuple(call.hidden_states.shape)}, got shape "
+        f"{tuple(output.shape)} ({reduce} of {type(experts).__name__})"
+    )
 
 
 def check_monolithic_call(
