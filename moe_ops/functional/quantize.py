@@ -183,7 +183,7 @@ def _quant_key(
 ) -> str:
     """Return the key of the `moe_ops.Quant` that the arguments describe."""
     checks.flags(per_act_token_quant=per_row)
-    cols = None if block_shape is None else _columns(block_shape)
+    cols = None if block_shape is None else _block_columns(block_shape)
     if cols is not None and per_row:
         raise ValueError("per_act_token_quant must be False with block_shape, got True")
     if isinstance(dtype, str) and dtype in _FORMATS:
@@ -201,7 +201,7 @@ def _quant_key(
     return f"{_ELEMENTS[dtype]}:{group}:float32" + ("" if scale is None else ":static")
 
 
-def _columns(block_shape: Sequence[int]) -> int:
+def _block_columns(block_shape: Sequence[int]) -> int:
     """Return the columns of a weight's blocks."""
     if not (isinstance(block_shape, Sequence) and len(block_shape) == 2):
         raise ValueError(f"block_shape must be [rows, cols], got {block_shape!r}")

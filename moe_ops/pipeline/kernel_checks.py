@@ -144,11 +144,7 @@ def _check_call(
     checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
     check_layer(*routing, *experts, _checked_kind(*activations), scheme, *quantization)
     _check_dtype(in_dtype, experts[0])
-    if has_bias and experts[3] is None and experts[4] is None:
-        raise ValueError(
-            "quant_config of fused_experts must have w1_bias or w2_bias when moe_config.has_bias, "
-            "got None"
-        )
+    _check_biases(has_bias, *experts[3:])
 
 
 def _checked_kind(activation: Any, of_layer: Any, supported: Any) -> MoEActivation:
@@ -300,13 +296,23 @@ def check_monolithic_call(
     )
     wanted = autocast_dtype(hidden_states) or fused_experts.moe_config.in_dtype
     _check_dtype(wanted, hidden_states)
+    _check_biases(fused_experts.moe_config.has_bias, config.w1_bias, config.w2_bias)
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
+    checks.same_device("router_logits", router_logits, "hidden_states", hidden_states)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
     checks.expert_map(expert_map, router_logits)
     num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("router_logits.shape[1]", router_logits.shape[1], "E", num_experts)
     if global_num_experts != -1:
         checks.size("global_num_experts", global_num_experts, "E", num_experts)
+
+
+def _check_biases(has_bias: bool, w1_bias: Tensor | None, w2_bias: Tensor | None) -> None:
+    if has_bias and w1_bias is None and w2_bias is None:
+        raise ValueError(
+            "quant_config of fused_experts must have w1_bias or w2_bias when moe_config.has_bias, "
+            "got None"
+        )
 
 
 def _check_dtype(wanted: torch.dtype, hidden_states: Tensor) -> None:

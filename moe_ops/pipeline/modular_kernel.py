@@ -358,6 +358,7 @@ class FusedMoEKernel:
         part: Any = self.prepare_finalize
         if self.refuses_expert_map and expert_map is not None:
             raise needless_map(experts)
+        checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
         hidden_states, w1, w2 = under_autocast(hidden_states, w1, w2, experts.quant_config)
         check_monolithic_call(
             experts,

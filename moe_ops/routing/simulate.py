@@ -38,7 +38,7 @@ def uniform_random(
     Source:
         vLLM's routing simulator, ``uniform_random``.
     """
-    _check(hidden_states, gating_output, topk, renormalize)
+    _check_draw(hidden_states, gating_output, topk, renormalize)
     return _draw(gating_output, topk, None, generator)
 
 
@@ -56,7 +56,7 @@ def normal_routing(
     Source:
         vLLM's routing simulator, ``normal_routing``.
     """
-    _check(hidden_states, gating_output, topk, renormalize)
+    _check_draw(hidden_states, gating_output, topk, renormalize)
     place = _expert_positions(gating_output) - (gating_output.shape[1] - 1) / 2
     deviation = gating_output.shape[1] / 6
     return _draw(gating_output, topk, -0.5 * (place / deviation).square(), generator)
@@ -73,7 +73,7 @@ def zipf(
 
     Arguments, results and errors as `uniform_random`.
     """
-    _check(hidden_states, gating_output, topk, renormalize)
+    _check_draw(hidden_states, gating_output, topk, renormalize)
     return _draw(gating_output, topk, -(_expert_positions(gating_output) + 1).log(), generator)
 
 
@@ -81,7 +81,7 @@ STRATEGIES = {"uniform_random": uniform_random, "normal_routing": normal_routing
 """Every strategy by its name."""
 
 
-def _check(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> None:
+def _check_draw(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> None:
     checks.tensor("hidden_states", hidden_states, 2, None)
     checks.tensor("gating_output", gating_output, 2, None)
     checks.same_tokens("gating_output", gating_output, "hidden_states", hidden_states)
