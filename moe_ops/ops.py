@@ -73,6 +73,10 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
             return gradients.refusing(name, call, args, kwargs)
         if check is not None:
             check(*args, **kwargs)
+            kind = args[0].device.type
+            if torch.is_autocast_enabled(kind):  # it would round products; kernels do not see it
+                with torch.autocast(kind, enabled=False):
+                    return function(*args, **kwargs)
         else:
             device = args[0].get_device()
             if device != torch._C._cuda_getDevice():  # `current_device` without its checks

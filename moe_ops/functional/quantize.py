@@ -183,12 +183,8 @@ def _quant_key(
 ) -> str:
     """Return the key of the `moe_ops.Quant` that the arguments describe."""
     checks.flags(per_act_token_quant=per_row)
-    if block_shape is not None and not (
-        isinstance(block_shape, Sequence) and len(block_shape) == 2
-    ):
-        raise ValueError(f"block_shape must be [rows, cols], got {block_shape!r}")
-    cols = None if block_shape is None else int(block_shape[1])  # Dynamo may pass a symbol
-    if block_shape is not None and per_row:
+    cols = None if block_shape is None else _block_columns(block_shape)
+    if cols is not None and per_row:
         raise ValueError("per_act_token_quant must be False with block_shape, got True")
     if isinstance(dtype, str) and dtype in _FORMATS:
         return _named_quant(rows, dtype, per_row, cols, scale)
@@ -199,10 +195,18 @@ def _quant_key(
     if cols is not None:
         if scale is not None:
             raise ValueError("A_scale must be None with block_shape, got a Tensor")
-        if cols < 16 or cols & (cols - 1):
+        if not 16 <= cols <= checks.MAX_SIZE or cols & (cols - 1):
             raise ValueError(f"block_shape[1] must be a power of two >= 16, got {cols}")
         group = f"1x{cols}"
     return f"{_ELEMENTS[dtype]}:{group}:float32" + ("" if scale is None else ":static")
+
+
+def _block_columns(block_shape: Sequence[int]) -> int:
+    """Return the columns of a weight's blocks."""
+    if not (isinstance(block_shape, Sequence) and len(block_shape) == 2):
+        raise ValueError(f"block_shape must be [rows, cols], got {block_shape!r}")
+    checks.integer("block_shape[1]", block_shape[1])
+    return int(block_shape[1])  # Dynamo may pass a symbol
 
 
 def _named_quant(

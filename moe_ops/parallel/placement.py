@@ -154,7 +154,8 @@ def remap_topk_to_local(topk_ids: Tensor, expert_map: Tensor, dtype: torch.dtype
         vLLM ``remap_topk_to_local``.
     """
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
-    checks.expert_map(expert_map, topk_ids)
+    checks.tensor("expert_map", expert_map, 1, checks.INDICES)
+    checks.same_device("expert_map", expert_map, "topk_ids", topk_ids)
     if dtype not in checks.INDICES:
         raise ValueError(f"dtype must be one of {list(checks.INDICES)}, got {dtype}")
     checks.at_least(1, **{"expert_map.shape[0]": expert_map.shape[0]})

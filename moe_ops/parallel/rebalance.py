@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -205,8 +206,12 @@ def compute_logical_maps(
     """
     checks.tensor("physical_to_logical_map", physical_to_logical_map, None, checks.INDICES)
     checks.at_least(1, num_logical_experts=num_logical_experts)
+    if max_replicas is not None:
+        checks.at_least(0, max_replicas=max_replicas)
+    if physical_to_logical_map.is_meta:
+        raise ValueError("physical_to_logical_map must hold numbers, got a Tensor on meta")
     *leading, num_physical = physical_to_logical_map.shape
-    placed = physical_to_logical_map.reshape(-1, num_physical).long()
+    placed = physical_to_logical_map.reshape(prod(leading), num_physical).long()
     if placed.numel() and placed.max() >= num_logical_experts:
         raise ValueError(
             f"physical_to_logical_map must be below num_logical_experts = {num_logical_experts}, "

@@ -144,11 +144,7 @@ def _check_call(
     checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
     check_layer(*routing, *experts, _checked_kind(*activations), scheme, *quantization)
     _check_dtype(in_dtype, experts[0])
-    if has_bias and experts[3] is None and experts[4] is None:
-        raise ValueError(
-            "quant_config of fused_experts must have w1_bias or w2_bias when moe_config.has_bias, "
-            "got None"
-        )
+    _check_biases(has_bias, *experts[3:])
 
 
 def _checked_kind(activation: Any, of_layer: Any, supported: Any) -> MoEActivation:
@@ -236,15 +232,19 @@ def check_prepared(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, pre
     """Check what the ``prepare`` of a caller's own class has returned for a call.
 
     Raises:
-        TypeError: no `PrepareResult`; unquantized rows or ids of another dtype than the call's.
+        TypeError: no `PrepareResult`; unquantized rows of another dtype than the call's, or a
+            routing of no dtype of routings.
         ValueError: rows of another width or number than the format has.
     """
     name = f"prepare of {type(prepare_finalize).__name__} must return"
     if not isinstance(prepared, PrepareResult):
         raise TypeError(f"{name} a PrepareResult, got {type(prepared).__name__}")
-    x, (rows, scale, _, ids, _) = call.hidden_states, prepared
-    if ids is not None and ids.dtype not in checks.INDICES:
-        raise TypeError(f"{name} topk_ids of a dtype of {[*checks.INDICES]}, got {ids.dtype}")
+    x, (rows, scale, _, ids, weights) = call.hidden_states, prepared
+    checks.tensor(f"{name} rows, which", rows, None, None)
+    if ids is not None:
+        checks.tensor(f"{name} topk_ids, which", ids, 2, checks.INDICES)
+    if weights is not None:
+        checks.tensor(f"{name} topk_weights, which", weights, 2, checks.FLOATS)
     if scale is None and rows.dtype != x.dtype:
         raise TypeError(f"{name} unquantized rows of dtype {x.dtype}, got {rows.dtype}")
     tokens, k = (call.topk_ids if ids is None else ids).shape
@@ -257,10 +257,17 @@ def check_prepared(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, pre
             raise ValueError(f"{name} rows of a shape of {[*shapes]}, got {tuple(rows.shape)}")
 
 
-def no_tensor(prepare_finalize: FusedMoEPrepareAndFinalize, output: Any) -> TypeError:
-    """The error of a ``finalize`` that returned anything but a tensor."""
-    name = type(prepare_finalize).__name__
-    return TypeError(f"finalize of {name} must return a Tensor, got {type(output).__name__}")
+def not_tokens(kernel: Any, call: Call, output: Any) -> Exception:
+    """The error of a ``finalize`` that returned anything but a row for each token."""
+    name = f"finalize of {type(kernel.prepare_finalize).__name__} must return"
+    if not isinstance(output, Tensor):
+        return TypeError(f"{name} a Tensor, got {type(output).__name__}")
+    experts = kernel.fused_experts
+    reduce = type(experts.finalize_weight_and_reduce_impl()).__name__
+    return ValueError(
+        f"{name} a row for each token, {tuple(call.hidden_states.shape)}, got shape "
+        f"{tuple(output.shape)} ({reduce} of {type(experts).__name__})"
+    )
 
 
 def check_monolithic_call(
@@ -289,13 +296,23 @@ def check_monolithic_call(
     )
     wanted = autocast_dtype(hidden_states) or fused_experts.moe_config.in_dtype
     _check_dtype(wanted, hidden_states)
+    _check_biases(fused_experts.moe_config.has_bias, config.w1_bias, config.w2_bias)
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
+    checks.same_device("router_logits", router_logits, "hidden_states", hidden_states)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
     checks.expert_map(expert_map, router_logits)
     num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("router_logits.shape[1]", router_logits.shape[1], "E", num_experts)
     if global_num_experts != -1:
         checks.size("global_num_experts", global_num_experts, "E", num_experts)
+
+
+def _check_biases(has_bias: bool, w1_bias: Tensor | None, w2_bias: Tensor | None) -> None:
+    if has_bias and w1_bias is None and w2_bias is None:
+        raise ValueError(
+            "quant_config of fused_experts must have w1_bias or w2_bias when moe_config.has_bias, "
+            "got None"
+        )
 
 
 def _check_dtype(wanted: torch.dtype, hidden_states: Tensor) -> None:

@@ -127,7 +127,7 @@ def check_lora(lora: ExpertLora, x: Tensor, w1: Tensor, w2: Tensor, scheme: Sche
     if lora.lora_ids is not None:
         checks.same_tokens("lora.lora_ids", lora.lora_ids, "hidden_states", x)
     check_adapter_choice(lora.lora_ids, lora.scaling, first or second)
-    _check_devices(x, ("lora.lora_ids", lora.lora_ids))
+    _check_devices(x, ("lora.lora_ids", lora.lora_ids), ("lora.scaling", lora.scaling))
     for name, pair in (("lora.w1", lora.w1), ("lora.w2", lora.w2)):
         _check_devices(x, *((name, factor) for factor in pair or ()))
 
@@ -220,7 +220,8 @@ def expert_lora(
     experts, n = lora_a.shape[1], lora_b.shape[2]
     adapters = check_factors("expert_lora's", (lora_a, lora_b), experts, n, hidden_states.shape[1])
     check_adapter_choice(lora_ids, scaling, adapters)
-    _check_devices(hidden_states, ("topk_ids", topk_ids), *factors, ("lora_ids", lora_ids))
+    chosen = (("topk_ids", topk_ids), ("lora_ids", lora_ids), ("scaling", scaling))
+    _check_devices(hidden_states, *factors, *chosen)
     if wanted(hidden_states, lora_a, lora_b):
         check_transforms("expert_lora")
     a, b = Factors.of(lora_a, lora_b, scaling, hidden_states.dtype)
@@ -259,9 +260,9 @@ def check_adapter_choice(lora_ids: Tensor | None, scaling: float | Tensor, adapt
         checks.factor("scaling", scaling)
 
 
-def _check_devices(x: Tensor, *others: tuple[str, Tensor | None]) -> None:
+def _check_devices(x: Tensor, *others: tuple[str, float | Tensor | None]) -> None:
     for name, other in others:
-        if other is not None:
+        if isinstance(other, Tensor):
             checks.same_device(name, other, "hidden_states", x)
 
 

@@ -33,7 +33,7 @@ from moe_ops.pipeline.kernel_checks import (
     lacks_gradients,
     needless_input,
     needless_map,
-    no_tensor,
+    not_tokens,
 )
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -313,8 +313,11 @@ class FusedMoEKernel:
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()
-        if not isinstance(output, Tensor):
-            raise no_tensor(self.prepare_finalize, output)
+        # Sizes are symbols while compiling.
+        if not isinstance(output, Tensor) or not (
+            torch.compiler.is_compiling() or output.shape == call.hidden_states.shape
+        ):
+            raise not_tokens(self, call, output)
         if self.inplace:
             output = call.hidden_states.copy_(output)
         return output if shared is None else (shared, output)
@@ -355,6 +358,7 @@ class FusedMoEKernel:
         part: Any = self.prepare_finalize
         if self.refuses_expert_map and expert_map is not None:
             raise needless_map(experts)
+        checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
         hidden_states, w1, w2 = under_autocast(hidden_states, w1, w2, experts.quant_config)
         check_monolithic_call(
             experts,

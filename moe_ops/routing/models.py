@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops import ops
+from moe_ops import checks, ops
 from moe_ops.routing.adjust import adjust_routing
 from moe_ops.routing.arguments import check_logits
 from moe_ops.routing.backward import differentiable_sparsemixer
-from moe_ops.routing.replay import given_topk
+from moe_ops.routing.replay import check_topk_ids, given_topk
 from moe_ops.routing.topk import fused_topk
 
 
@@ -26,6 +26,7 @@ def _topk(
         return fused_topk(
             hidden_states, gating_output, topk, renormalize, scoring_func=scoring_func
         )
+    check_topk_ids(topk_ids, hidden_states, topk)
     return given_topk(hidden_states, gating_output, topk_ids, renormalize, scoring_func)
 
 
@@ -144,11 +145,13 @@ def sparsemixer(
     """
     if topk != 2:
         raise ValueError(f"topk must be 2, got {topk}")
+    checks.flags(renormalize=renormalize)
     if renormalize:
         raise ValueError(f"renormalize must be False, got {renormalize}")
     check_logits(hidden_states, gating_output, topk)
     # The default is not 0.01 itself, because Dynamo turns float defaults into graph inputs.
     jitter = 0.01 if jitter_eps is None else jitter_eps
+    checks.factor("jitter_eps", jitter)
     if torch.is_grad_enabled() and gating_output.requires_grad:
         return differentiable_sparsemixer(gating_output, jitter)
     return ops.sparsemixer(gating_output, jitter)

@@ -58,6 +58,7 @@ def given_topk(
 def check_topk_ids(topk_ids: Tensor, hidden_states: Tensor, top_k: int | None = None) -> None:
     """Check the experts that a caller gives: ``(T, k)`` ids where the tokens are."""
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
+    checks.tensor("hidden_states", hidden_states, 2, None)
     if top_k is not None:
         checks.size("topk_ids.shape[1]", topk_ids.shape[1], "top_k", top_k)
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)

@@ -38,8 +38,8 @@ def uniform_random(
     Source:
         vLLM's routing simulator, ``uniform_random``.
     """
-    checks.flags(renormalize=renormalize)
-    return _draw(hidden_states, gating_output, topk, None, generator)
+    _check_draw(hidden_states, gating_output, topk, renormalize)
+    return _draw(gating_output, topk, None, generator)
 
 
 def normal_routing(
@@ -56,10 +56,10 @@ def normal_routing(
     Source:
         vLLM's routing simulator, ``normal_routing``.
     """
-    checks.flags(renormalize=renormalize)
+    _check_draw(hidden_states, gating_output, topk, renormalize)
     place = _expert_positions(gating_output) - (gating_output.shape[1] - 1) / 2
     deviation = gating_output.shape[1] / 6
-    return _draw(hidden_states, gating_output, topk, -0.5 * (place / deviation).square(), generator)
+    return _draw(gating_output, topk, -0.5 * (place / deviation).square(), generator)
 
 
 def zipf(
@@ -73,14 +73,20 @@ def zipf(
 
     Arguments, results and errors as `uniform_random`.
     """
-    checks.flags(renormalize=renormalize)
-    return _draw(
-        hidden_states, gating_output, topk, -(_expert_positions(gating_output) + 1).log(), generator
-    )
+    _check_draw(hidden_states, gating_output, topk, renormalize)
+    return _draw(gating_output, topk, -(_expert_positions(gating_output) + 1).log(), generator)
 
 
 STRATEGIES = {"uniform_random": uniform_random, "normal_routing": normal_routing, "zipf": zipf}
 """Every strategy by its name."""
+
+
+def _check_draw(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> None:
+    checks.tensor("hidden_states", hidden_states, 2, None)
+    checks.tensor("gating_output", gating_output, 2, None)
+    checks.same_tokens("gating_output", gating_output, "hidden_states", hidden_states)
+    checks.topk("topk", topk, gating_output.shape[1])
+    checks.flags(renormalize=renormalize)
 
 
 def _expert_positions(gating_output: Tensor) -> Tensor:
@@ -88,14 +94,11 @@ def _expert_positions(gating_output: Tensor) -> Tensor:
 
 
 def _draw(
-    hidden_states: Tensor,
     gating_output: Tensor,
     topk: int,
     log_odds: Tensor | None,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    checks.same_tokens("gating_output", gating_output, "hidden_states", hidden_states)
-    checks.topk("topk", topk, gating_output.shape[1])
     noise = torch.empty(gating_output.shape, dtype=torch.float32, device=gating_output.device)
     keys = -noise.exponential_(generator=generator).log()
     keys = keys if log_odds is None else keys + log_odds

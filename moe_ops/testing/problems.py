@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.scheme import Scheme
 
@@ -62,7 +63,11 @@ def make_routing(problem: Problem, generator: torch.Generator) -> tuple[Tensor, 
 
     Returns:
         Weights ``(T, k)`` float32 and ids ``(T, k)`` int32.
+
+    Raises:
+        ValueError: an unknown routing.
     """
+    checks.one_of("routing", problem.routing, ROUTINGS)
     T, E, k = problem.num_tokens, problem.num_experts, problem.top_k
     uniform = partial(torch.rand, generator=generator, dtype=torch.float32, device="cpu")
     score = uniform(T, E)
@@ -90,7 +95,7 @@ def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
         The tensors on ``device``, with weights of El experts; biases if the problem has them.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: an unknown activation or routing.
     """
     g = torch.Generator().manual_seed(seed)
     kind, _ = kind_and_key(problem.activation)

@@ -88,6 +88,20 @@ def test_fakes_return_what_runs_return(qualified, device):
             assert a.is_contiguous()
 
 
+@pytest.mark.parametrize("qualified", COPIED)
+def test_autocast_changes_no_operator(qualified, device):
+    """Products of references would be rounded to its dtype."""
+    for case in cases_of(qualified):
+        inputs = copied(case.inputs(), device)
+        expected = case.run(copied(inputs, device))
+        with torch.autocast(device, torch.bfloat16):
+            result = case.run(copied(inputs, device))
+        for a, b in zip(tree_leaves(result), tree_leaves(expected), strict=True):
+            if torch.is_tensor(a):
+                a, b = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+                assert torch.equal(a, b), case.name
+
+
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("unbacked", [False, True])
 def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):

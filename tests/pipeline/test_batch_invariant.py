@@ -73,6 +73,16 @@ def check(layer, alone=range(0), seed=0):
         assert torch.equal(layer(slice(None)), whole)
 
 
+@every_row("scheme", EACH_PRODUCT)
+def test_under_autocast(scheme, device):
+    """Bits are those without it if it casts nothing."""
+    problem = Problem(num_tokens=5, scheme=scheme, dtype=torch.bfloat16)
+    layer = Layer(moe_ops.pipeline.TritonExperts, problem, device)
+    expected = layer(slice(None))
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(layer(slice(None)), expected)
+
+
 def classes_and_schemes():
     """Everything; in the interpreter each operator with each class, unless all are asked for."""
     for i, experts in enumerate(CLASSES):

@@ -151,7 +151,19 @@ class Returning(MoEPrepareAndFinalizeNoEP):
         (
             lambda r: r._replace(topk_ids=torch.zeros(9, 2, dtype=torch.int16)),
             TypeError,
-            "topk_ids of a dtype of .*got torch.int16",
+            "topk_ids, which must have a dtype of .*got torch.int16",
+        ),
+        (lambda r: r._replace(a1q=None), TypeError, "rows, which must be a Tensor, got NoneType"),
+        (lambda r: r._replace(topk_ids=[[0, 1]] * 9), TypeError, "topk_ids, which .*got list"),
+        (
+            lambda r: r._replace(topk_ids=torch.zeros(9, dtype=torch.int32)),
+            ValueError,
+            r"topk_ids, which must have 2 axes, got shape \(9,\)",
+        ),
+        (
+            lambda r: r._replace(topk_weights=torch.ones(9, 2, dtype=torch.int32)),
+            TypeError,
+            "topk_weights, which must have a dtype of .*got torch.int32",
         ),
     ],
 )
@@ -167,6 +179,18 @@ def test_what_an_own_prepare_returns_is_checked(change, error, text):
     same.prepare_finalize.finalize = lambda *_: None
     with pytest.raises(TypeError, match="finalize of Returning must return a Tensor, got NoneT"):
         same.apply(*inputs)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_experts_whose_rows_nobody_sums(inplace):
+    """They promise sums by their reduction, and return a row per slot."""
+    inputs = make_inputs(TRAINED, "cpu", 0)[:5]
+    experts = DenseExperts(layer(), UNQUANTIZED)
+    experts.reduction = moe_ops.pipeline.TopKWeightAndReduceNoOP()
+    kernel = moe_ops.FusedMoEKernel(MoEPrepareAndFinalizeNoEP(), experts, inplace=inplace)
+    text = r"row for each token, \(9, 64\), got shape \(9, 2, 64\) \(TopKWeightAndReduceNoOP of"
+    with torch.no_grad(), pytest.raises(ValueError, match=text):
+        kernel.apply(*inputs)
 
 
 def test_who_takes_adapters():

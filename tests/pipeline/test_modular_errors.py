@@ -165,6 +165,14 @@ def test_logits_and_maps_of_another_kind():
         s.kernel.apply_monolithic(*call[:3], torch.zeros(33, 8).int(), *call[4:], None, False)
     with pytest.raises(TypeError, match="expert_map must have a dtype"):
         s.kernel.apply_monolithic(*call, torch.zeros(8), False)
+    with pytest.raises(ValueError, match="router_logits must be on the device of hidden_states"):
+        s.kernel.apply_monolithic(*call[:3], call[3].to("meta"), *call[4:], None, False)
+    with pytest.raises(TypeError, match="apply_router_weight_on_input must be a bool, got str 'n"):
+        s.kernel.apply_monolithic(*call, None, "no")
+    config = dataclasses.replace(s.kernel.fused_experts.moe_config, has_bias=True)
+    s.kernel.fused_experts.moe_config = config
+    with pytest.raises(ValueError, match="must have w1_bias or w2_bias when moe_config.has_bias"):
+        s.kernel.apply_monolithic(*call, None, False)
 
 
 @every_row("local", [4, 16])

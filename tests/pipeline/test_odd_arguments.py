@@ -11,6 +11,8 @@ from table_items import every_row
 
 import moe_ops
 from moe_ops import checks
+from moe_ops.routing import sparsemixer, topk_softmax
+from moe_ops.routing.simulate import uniform_random
 from moe_ops.testing import Problem, make_inputs
 
 NAMES_IN_STRINGS = ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name")
@@ -297,6 +299,22 @@ ADAPTER = (torch.zeros(1, E, 2, H), torch.zeros(1, E, I, 2))
             ValueError,
             "expert_map must hold numbers",
         ),
+        (
+            lambda: moe_ops.parallel.compute_logical_maps(IDS.to("meta"), E),
+            ValueError,
+            "physical_to_logical_map must hold numbers",
+        ),
+        (
+            lambda: moe_ops.parallel.remap_topk_to_local(IDS, None, torch.int32),
+            TypeError,
+            "expert_map must be a Tensor, got NoneType",
+        ),
+        (lambda: make_inputs(Problem(routing="skew")), ValueError, "mean 'skewed'"),
+        (lambda: uniform_random(None, LOGITS, K), TypeError, "hidden_states must be a Tensor"),
+        (lambda: uniform_random(X, LOGITS[..., None], K), ValueError, "gating_output must have 2"),
+        (lambda: topk_softmax(None, LOGITS, K, True, IDS), TypeError, "hidden_states must be a T"),
+        (lambda: topk_softmax(X, LOGITS, 3, True, IDS), ValueError, r"topk_ids.shape\[1\] must be"),
+        (lambda: sparsemixer(X, LOGITS, renormalize=0), TypeError, "renormalize must be a bool"),
     ],
 )
 def test_calls_of_another_kind(call, error, message):
@@ -330,6 +348,10 @@ def test_calls_of_another_kind(call, error, message):
                 ),
             ),
             "lora.w1",
+        ),
+        (
+            lambda: moe_ops.expert_lora(X, *ADAPTER, IDS, scaling=torch.ones(1, device="meta")),
+            "scaling",
         ),
         (
             lambda: moe_ops.select_experts(*(X, LOGITS.to("meta"), K, False, True), topk_ids=IDS),

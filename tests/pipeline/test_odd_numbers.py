@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from good_arguments import GOOD, WEIGHTS, E, H, K, T, X
+from good_arguments import GOOD, LOGITS, WEIGHTS, E, H, K, T, X
 from table_items import every_row
 
 import moe_ops
@@ -65,6 +65,26 @@ def test_a_weight_without_numbers(shape, scheme):
 def test_static_scales_of_other_rows(scale):
     with pytest.raises(ValueError, match="A_scale must have the 6 tokens of A"):
         moe_ops.moe_kernel_quantize_input(X, scale, torch.int8, True)
+
+
+@every_row("cols", [32.5, "32", True, 2**70])
+def test_columns_of_blocks(cols):
+    with pytest.raises((TypeError, ValueError), match=r"block_shape\[1\] must be"):
+        moe_ops.moe_kernel_quantize_input(X, None, torch.int8, False, [128, cols])
+
+
+@every_row("jitter", ["0.01", True, float("nan")])
+def test_jitter(jitter):
+    with pytest.raises((TypeError, ValueError), match="jitter_eps must be"):
+        moe_ops.routing.sparsemixer(X, LOGITS, jitter_eps=jitter)
+
+
+def test_replicas_that_are_no_number():
+    for most in (2.0, "2", True):
+        with pytest.raises(TypeError, match="max_replicas must be an int"):
+            moe_ops.parallel.compute_logical_maps(torch.tensor([0, 1]), 2, most)
+    placed = moe_ops.parallel.compute_logical_maps(torch.zeros(2, 0, dtype=torch.int64), 3)
+    assert placed.logical_replica_count.tolist() == [[0, 0, 0]] * 2
 
 
 def test_offsets_of_no_expert():
