@@ -18,6 +18,8 @@ NAME = "moe_ops"
 """The name of this library's experts implementation."""
 LAYER = "moe_ops_layer"
 """The attribute of an experts module that holds its quantized weights."""
+ACCELERATE = "_hf_hook"
+"""The attribute of a module whose weights a hook of accelerate moves, with this hook."""
 
 
 def quantized_layer(experts: Any) -> FusedMoE | None:
@@ -66,14 +68,29 @@ def put_layer(experts: Any, layer: FusedMoE) -> None:
     experts.add_module(LAYER, layer.train(experts.training))
     add_placeholders(experts, {name: plain[name] for name in WEIGHTS if name in plain})
     experts.config._experts_implementation = NAME
-    experts.register_forward_pre_hook(_refuse_others)
+    experts.register_forward_pre_hook(_begin)
+    experts.register_forward_hook(_end, always_call=True)
 
 
-def _refuse_others(experts: Any, args: Any) -> None:
-    """Raise unless this library runs the module; no other has its weights."""
+def _begin(experts: Any, args: Any) -> None:
+    """Bring in weights that accelerate keeps elsewhere: the layer's forward does not run.
+
+    Raises:
+        ValueError: another library runs the module; no other has its weights.
+    """
+    layer: Any = quantized_layer(experts)
+    if hasattr(layer, ACCELERATE):
+        layer._hf_hook.pre_forward(layer)
     chosen = experts.config._experts_implementation
     if chosen != NAME:
         raise ValueError(
             f'experts_implementation must be "{NAME}" for experts that moe_ops.quantize_ has '
             f'quantized (model.set_experts_implementation("{NAME}")), got {chosen!r}'
         )
+
+
+def _end(experts: Any, args: Any, output: Any) -> None:
+    """Let accelerate take the weights out again."""
+    layer: Any = quantized_layer(experts)
+    if hasattr(layer, ACCELERATE):
+        layer._hf_hook.post_forward(layer, None)

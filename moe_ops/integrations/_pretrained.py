@@ -66,8 +66,8 @@ def from_pretrained(
     Raises:
         ValueError: a model that was not saved so; experts that the configuration and the model or
             its files do not share; tensors that are missing; a broken file; another
-            ``experts_implementation``; an argument in `FIXED`; ``resident_experts`` outside its
-            range.
+            ``experts_implementation``; an argument in `FIXED`; a ``device_map`` by which accelerate
+            offloads quantized experts; ``resident_experts`` outside its range.
         NotImplementedError: an argument in `OF_RANKS`; ``resident_experts`` with a ``device_map``
             of several devices.
     """

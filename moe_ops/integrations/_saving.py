@@ -24,7 +24,14 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_ops.integrations import _reach
-from moe_ops.integrations._layers import LAYER, NAME, new_layer, put_layer, quantized_layer
+from moe_ops.integrations._layers import (
+    ACCELERATE,
+    LAYER,
+    NAME,
+    new_layer,
+    put_layer,
+    quantized_layer,
+)
 from moe_ops.layer import load_checkpoint
 from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.loading.compressed import format_of, quantization_config
@@ -115,6 +122,11 @@ class MoeOpsQuantizer(HfQuantizer):
         for name, entry in read_record(model.config).items():
             experts = model.get_submodule(name)
             layer: Any = quantized_layer(experts)
+            if hasattr(layer, ACCELERATE) and layer.w13_weight.is_meta:
+                raise ValueError(
+                    "device_map must leave quantized experts on GPUs, or all on the CPU "
+                    f"(resident_experts keeps them in host memory), got {name} offloaded"
+                )
             if layer.w13_weight.is_meta:  # in host memory, see `by_expert`
                 layer._begin()
             else:
@@ -258,8 +270,12 @@ def _projections(model: PreTrainedModel, name: str, experts: Any) -> dict[str, s
     parts = (("gate_up_proj" if layer.sizes.gated else "up_proj", numbers[:, :-1]),
              ("down_proj", numbers[:, -1:]))  # fmt: skip
     plain = {f"{name}.{key}": x.mT if experts.is_transposed else x for key, x in parts}
+    try:
+        plain = revert_weight_conversion(model, plain)
+    except ValueError:  # it needs other modules too: Ernie 4.5 VL stores text and vision as one
+        plain = {}
     projections: dict[str, str] = {}
-    for key, x in revert_weight_conversion(model, plain).items():
+    for key, x in plain.items():
         match = re.search(r"\.0\.(\w+)\.weight$", key)
         if match and x.numel() == 1 and match[1] in PROJECTIONS:
             projections[shards[int(x)]] = match[1]

@@ -10,9 +10,9 @@ SHARDS = ("w1", "w2", "w3")
 """Gate, down and up projection, by their names in Mixtral's checkpoints."""
 
 PROJECTIONS = {
-    "w1": "w1", "gate_proj": "w1", "linear_1": "w1", "linear_gate": "w1",
+    "w1": "w1", "gate_proj": "w1", "linear": "w1", "linear_gate": "w1",
     "w3": "w3", "up_proj": "w3", "linear_v": "w3",
-    "w2": "w2", "down_proj": "w2", "output_linear": "w2",
+    "w2": "w2", "down_proj": "w2", "linear_1": "w2", "output_linear": "w2",
     "w13": "w13", "gate_up_proj": "w13", "input_linear": "w13",
 }  # fmt: skip
 """Names of projections; ``w13`` is gate and up in one tensor."""

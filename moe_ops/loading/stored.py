@@ -133,8 +133,9 @@ def _qweight(x: Tensor, quant: Quant, form: Form) -> Tensor:
     bits = quant.element.stored_bits
     per_word = 32 // bits
     _expect_dtype(x, torch.int32)
-    _expect(x, (form.k, form.n // per_word), (form.k // per_word, form.n))
-    codes = awq_codes(x, bits).t() if is_awq(x, form) else _words(x.t(), bits)
+    awq = is_awq(x, form)
+    _expect(x, (form.k, form.n // per_word) if awq else (form.k // per_word, form.n))
+    codes = awq_codes(x, bits).t() if awq else _words(x.t(), bits)
     if bits == 4:
         return join_nibbles(codes, 1)
     codes = codes.contiguous()

@@ -10,7 +10,14 @@ import moe_ops
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_transformers import llama4_blocks, tiny_llama4, tiny_qwen3  # noqa: E402
+from tiny_transformers import (  # noqa: E402
+    build,
+    decorated_classes,
+    fill,
+    llama4_blocks,
+    tiny_llama4,
+    tiny_qwen3,
+)
 
 import moe_ops.integrations.transformers as integration  # noqa: E402
 
@@ -99,3 +106,48 @@ def test_files_that_are_cut_off_are_named(size, tmp_path):
                     integration.from_pretrained(**place)
         file.write_bytes(whole)
     integration.from_pretrained(folder)
+
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_heads": 2, "depth": 1, "patch_size": 4}
+
+
+@torch.no_grad()
+def test_experts_that_share_a_list_in_the_plain_checkpoint(tmp_path):
+    """Ernie 4.5 VL numbers text and vision experts as one; saved are both, each by its own name."""
+    found = [each for each in decorated_classes() if each[1] == "Ernie4_5_VLMoeMoeExperts"]
+    text = build(*found[0])[0].config
+    vision = transformers.models.ernie4_5_vl_moe.Ernie4_5_VLMoeVisionConfig(**SMALL)
+    config = transformers.Ernie4_5_VLMoeConfig(
+        text_config=text.to_dict(), vision_config=vision.to_dict()
+    )
+    model = transformers.Ernie4_5_VLMoeForConditionalGeneration(config).eval()
+    fill(model)
+    moe_ops.quantize_(model, "int8_w8a16", progress=False)
+    model.save_pretrained(tmp_path)
+    read = integration.from_pretrained(tmp_path, auto_class=type(model))
+    assert torch.equal(read(ids() + 3).logits, model(ids() + 3).logits)
+    record = json.loads((tmp_path / "config.json").read_text())["moe_ops"]
+    assert len({entry["checkpoint"] for entry in record.values()}) == len(record) == 4
+
+
+@torch.no_grad()
+def test_weights_that_accelerate_moves(tmp_path):
+    """Every forward brings them in and takes them out again, also if it raises."""
+    accelerate = pytest.importorskip("accelerate")
+    model = quantized_model()
+    expected = model(ids()).logits
+    model.save_pretrained(tmp_path / "model")
+    accelerate.cpu_offload(model, execution_device="cpu")
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match='must be "moe_ops"'):
+        model(ids())
+    model.set_experts_implementation("moe_ops")
+    for _ in range(2):
+        assert torch.equal(model(ids()).logits, expected)
+        assert model.model.layers[0].mlp.experts.moe_ops_layer.w13_weight.is_meta
+    parts = ("embed_tokens", "rotary_emb", "layers.0", "norm")
+    places = {**{f"model.{x}": "cpu" for x in parts}, "lm_head": "cpu", "model.layers.1": "disk"}
+    with pytest.raises(ValueError, match="device_map must .*got model.layers.1.mlp.experts off"):
+        integration.from_pretrained(
+            tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk"
+        )

@@ -31,8 +31,9 @@ EXPERTS = {
     "gate_proj.weight": ("w1", "weight", None),  # Step-3.5
     "w13_weight": ("w13", "weight", None),  # a layer of this library
     "w2_weight_zero_point": ("w2", "zero_point", None),
-    "experts.1.linear_1.weight": ("w1", "weight", 1),
+    "experts.1.linear.weight": ("w1", "weight", 1),  # Grok-1
     "experts.1.linear_v.weight": ("w3", "weight", 1),
+    "experts.1.linear_1.weight": ("w2", "weight", 1),
     "experts.0.w1.qscale_act": ("w1", "input_scale", 0),
     "experts.0.up_proj.weight_chan_scale": ("w3", "channel_scale", 0),
     "experts.0.up_proj.input_global_scale": ("w3", "input_scale", 0),

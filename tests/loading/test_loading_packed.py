@@ -1,5 +1,6 @@
 """Words, groups and scales of checkpoints at their edges; errors that say which expert it is."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -174,6 +175,17 @@ def form_of(scheme, n, k, *, own=None, dtype=torch.float32, **layout):
     quant = None if scheme is None else get_scheme(scheme).weight
     own = quant if own is None else replace(quant, group=own)
     return Form(n, k, dtype, quant, own, CheckpointLayout(**layout))
+
+
+@pytest.mark.parametrize("awq, right, wrong", [(True, (32, 2), (4, 16)), (False, (4, 16), (32, 2))])
+def test_words_of_another_layout(awq, right, wrong):
+    """A down projection in the order of the other tool went into the layer as far as it fitted."""
+    form = form_of("int4_w4a16_g16", 16, 32, awq=awq)
+    with pytest.raises(ValueError, match=re.escape(f"shape must be {right}, got {wrong}")):
+        canonical("weight", torch.zeros(wrong, dtype=torch.int32), "qweight", form)
+    assert (
+        canonical("weight", torch.zeros(right, dtype=torch.int32), "qweight", form).shape[0] == 16
+    )
 
 
 def test_zero_points_in_every_form():
