@@ -6,6 +6,7 @@ Every command runs wherever the package is installed. The demo needs transformer
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -53,8 +54,9 @@ from moe_ops.version import __version__
 IS_SCRIPT = Path(sys.argv[0]).stem == CONSOLE_SCRIPT
 PROGRAM = CONSOLE_SCRIPT if IS_SCRIPT else "python -m moe_ops"
 """What the user typed, for messages."""
-USAGE_ERROR, INTERRUPTED = 2, 130
-"""The exit status after a usage error, as in argparse, and after Ctrl-C, as in a shell."""
+USAGE_ERROR, INTERRUPTED, NOT_READ = 2, 130, 141
+"""The exit status after a usage error, as in argparse, after Ctrl-C, and when nobody reads the
+output any longer, as in a shell."""
 SCHEME_HELP = (
     f"bf16 or among {SCHEME_NAMES}; other group sizes too, such as int4_w4a16_g64 (default: what "
     "--config says, or unquantized)"
@@ -345,7 +347,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; 130 after Ctrl-C.
+    """Run one command and return its exit status; 130 after Ctrl-C, 141 after a broken pipe.
 
     Args:
         arguments: command-line arguments; None: ``sys.argv[1:]``.
@@ -363,7 +365,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=command.help, add_help=False)
     chosen = parser.parse_args(arguments[:1]).command
     try:
-        return COMMANDS[chosen].run(arguments[1:])
+        status = COMMANDS[chosen].run(arguments[1:])
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError as error:  # such as `head` has read enough
+        print(f"{PROGRAM} {chosen}: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return NOT_READ

@@ -62,7 +62,8 @@ class KeepsBits(ExpertLayer):
         Static scales become NaN, so that a missing scale shows in the result.
         ``e_score_correction_bias`` becomes zeros, even if the layer was made with other values.
         ``w13_input_order`` becomes None, and ``expert_map`` gets the numbers of this rank.
-        ``shared_expert_gate_weight`` becomes zeros.
+        ``shared_expert_gate_weight`` becomes zeros. ``hash_indices_table`` stays as it is: after
+        ``to_empty()`` load or assign it.
 
         Call it after ``to_empty()`` of a layer that was made on ``meta``, or from ``_init_weights``
         of a transformers model. Tensors that ``from_pretrained`` has loaded stay as they are there.

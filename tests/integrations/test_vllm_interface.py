@@ -31,7 +31,10 @@ def test_the_two_newest_minor_versions_are_recorded():
 
 @pytest.mark.parametrize("version", RECORDED)
 def test_vllm_has_what_the_plug_in_uses(version):
-    """Every name; every parameter that is read or passed; of overridden methods all parameters."""
+    """Every name; every parameter that is read or passed; of overridden methods all parameters.
+
+    A wrapped function of a new version may have no parameter that nobody has looked at.
+    """
     has, wrong = RECORDED[version], []
     for module, names in interface.NAMES.items():
         for name in names:
@@ -46,6 +49,9 @@ def test_vllm_has_what_the_plug_in_uses(version):
         for name, parameters in functions.items():
             lacks = set(parameters) - set(plain(has.get(name, ())))
             wrong += [f"{name}: {x}" for x in lacks]
+    for name, parameters in (x for own in interface.FORMATS.values() for x in own.items()):
+        unknown = {*plain(has.get(name, ()))} - {*parameters} - interface.UNREAD
+        wrong += [f"{name}: {x}" for x in unknown]
     assert not wrong
 
 
@@ -131,3 +137,21 @@ def test_a_missing_parameter_is_seen(monkeypatch):
         engine.oracles["mxfp8"].select_mxfp8_moe_backend = lambda layer: None
         seen = {x: engine.interface.missing_of(x) for x in interface.FORMATS}
         assert {x for x, missing in seen.items() if missing} == {"MXFP8"} and seen["MXFP8"] == name
+
+
+def test_a_parameter_that_is_not_known_is_seen():
+    """vLLM 0.29 converts int4 with an order of columns, and returns tensors for it.
+
+    A wrapper would ignore the arguments, and return too few results.
+    """
+    name = "int_wna16.convert_to_wna16_moe_kernel_format"
+    with pytest.MonkeyPatch.context() as patch:
+        engine = vllm.install(patch)
+        function = engine.oracles["int_wna16"].convert_to_wna16_moe_kernel_format
+        form = inspect.signature(function)
+        more = inspect.Parameter("w13_g_idx", inspect.Parameter.KEYWORD_ONLY, default=None)
+        function.__signature__ = form.replace(parameters=[*form.parameters.values(), more])
+        seen = {x: engine.interface.missing_of(x) for x in interface.FORMATS}
+        assert {x: at for x, at in seen.items() if at} == {
+            "int4 and int8 in groups": f"{LAYERS}.oracle.{name}"
+        }

@@ -1,6 +1,7 @@
 """The command line: exit codes, names, and output that programs can read."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,20 @@ def test_ctrl_c_is_told_in_a_line(monkeypatch, capsys):
     monkeypatch.setitem(cli.COMMANDS, "tune", cli.COMMANDS["tune"]._replace(run=interrupted))
     assert cli.main(["tune", "--dry-run"]) == 130
     assert capsys.readouterr().err == "python -m moe_ops tune: interrupted\n"
+
+
+def test_a_closed_pipe_is_told_in_a_line():
+    """Also if the output is so short that it is written when the command has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "moe_ops", "explain", "--model", "tiny", "--tokens", "1"]
+    buffered = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    run = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=buffered
+    )
+    os.close(writer)
+    assert run.returncode == 141
+    assert run.stderr == "python -m moe_ops explain: [Errno 32] Broken pipe\n"
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

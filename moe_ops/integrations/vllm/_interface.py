@@ -118,6 +118,14 @@ FORMATS: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Functions that are wrapped or called for each family of formats, with the parameters that are
 read or passed."""
+UNREAD = {
+    "_cache_permute_indices", "a13_scale", "a1_scale", "a2_scale", "activation", "activation_key",
+    "allow_tile_padding", "b_strides1", "b_strides2", "block_shape", "group_size", "input_dtype",
+    "is_act_and_mul", "layer", "may_have_bias", "per_act_token_quant", "per_out_ch_quant",
+    "per_token_activation", "trtllm_hidden_alignment", "use_a16", "use_separated_a4w4",
+    "w13_input_scale", "w2_input_scale", "weight_key",
+}  # fmt: skip
+"""Parameters of these functions that say nothing which the wrappers do not know otherwise."""
 MAKERS: dict[str, tuple[str, ...]] = {
     f"{LAYERS}.config.FusedMoEQuantConfig.make": (
         "quant_dtype", "per_act_token_quant", "w1_scale", "w2_scale", "g1_alphas", "g2_alphas",
@@ -171,11 +179,15 @@ def missing() -> str | None:
 def missing_of(format: str) -> str | None:
     """Return the first function of `FORMATS` or `MAKERS` that vLLM lacks; None: no such function.
 
-    A function that lacks a parameter which wrappers use counts as missing.
+    A function counts as missing if it lacks a parameter that wrappers use. So does one of `FORMATS`
+    that has a parameter which nobody here knows: wrappers would ignore it, and its result may have
+    another form.
     """
     for name, parameters in {**FORMATS[format], **MAKERS}.items():
         function = attribute_of(*split_name(name))
-        if function is None or not set(parameters) <= set(signature(function).parameters):
+        has = set() if function is None else set(signature(function).parameters)
+        unknown = has - {*parameters} - UNREAD if name in FORMATS[format] else None
+        if unknown or not has >= {*parameters}:
             return name
     return None
 
