@@ -80,15 +80,21 @@ def by_permutation(
     settings: Settings,
     meta: ExpertTokensMetadata | None,
 ) -> Gathered:
-    """Permuted rows: copied to the order of their experts before the first GEMM."""
-    scheme, (_, ids_Tk, expert_map) = settings.scheme, routing
+    """Permuted rows: copied to the order of their experts before the first GEMM.
+
+    Router weights on the input are applied where `by_slot` applies them.
+    """
+    scheme, (weights_Tk, ids_Tk, expert_map) = settings.scheme, routing
     order = Permutation(*ops.moe_permutation(ids_Tk, expert_map, weights.w1.data.shape[0]))
-    top_k = 1 if settings.on_input else ids_Tk.shape[1]
+    of_slots = settings.on_input and scheme.activation is not None
+    top_k = 1 if of_slots else ids_Tk.shape[1]
     data, scale = _permuted(rows.data, order, top_k), rows.scale
     if scale is not None and scheme.activation is not None and not scheme.activation.per_tensor:
         scale = _permuted(scale, order, top_k)
     space = permuted_rows(order, ids_Tk.numel(), scheme, settings.batch_invariant)
-    return Gathered(Rows(data, scale), space)
+    by_gemm = settings.on_input and not of_slots
+    on_input = weights_Tk.flatten()[order.permuted_idx] if by_gemm else None
+    return Gathered(Rows(data, scale), space, on_input=on_input)
 
 
 def rows_by_expert(

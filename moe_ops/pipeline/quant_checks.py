@@ -49,7 +49,9 @@ def check_quantized(
         if is_packed(w):
             # The view that stands for experts in host memory has one. Operators check real weights.
             check_packed(name, w if w.stride(0) else w[:1], scheme, n, k)
-        _check_scales(config, name, quant, (w.shape[0], n, k), fragments=is_packed(w))
+        halves = name == "w1" and kind.is_gated and not kind.is_interleaved
+        size = (w.shape[0], n, k)
+        _check_scales(config, name, quant, size, halves=halves, fragments=is_packed(w))
         if is_packed(w) and hidden_states.is_cuda:
             _check_packed_scale(config, name, quant, hidden_states.dtype)
     for name in ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale"):
@@ -74,15 +76,19 @@ def _check_scales(
     quant: Quant,
     weight: tuple[int, int, int],
     *,
+    halves: bool,
     fragments: bool,
 ) -> None:
-    """Check the scales, zero points and global scales of one weight ``(E, N, K)``."""
+    """Check the scales, zero points and global scales of one weight ``(E, N, K)``.
+
+    With ``halves`` the gate's rows come first, and an expert may have a number for each half.
+    """
     experts, n, _ = weight
     shape = quant.weight_scale_shape(*weight)
-    halves = [(experts, 2)] if which == "w1" else []
-    same = halves if quant.per_tensor else [shape[:-1]] if shape[-1] == 1 else []
+    two = [(experts, 2)] if halves else []
+    same = two if quant.per_tensor else [shape[:-1]] if shape[-1] == 1 else []
     if quant.per_row:  # rows that share a scale may name it once
-        same = [*same, (experts, 1, 1), *((*half, 1) for half in halves)]
+        same = [*same, (experts, 1, 1), *((*half, 1) for half in two)]
     dtypes_of_scale = SCALE_DTYPES.get(quant.scale, checks.FLOATS)
     if config.scheme.activation is not None:
         dtypes_of_scale = (*dtypes_of_scale, torch.uint8)  # powers of two may be stored as e8m0
@@ -90,7 +96,7 @@ def _check_scales(
     rules: tuple[tuple[str, list[tuple[int, ...]], Sequence[torch.dtype]], ...] = (
         (f"{which}_scale", [shape, *same], dtypes_of_scale),
         (f"{which}_zp", zero_points, (torch.uint8,)),
-        (f"{which}_gscale", [(experts,), *halves], checks.FLOATS),
+        (f"{which}_gscale", [(experts,), *two], checks.FLOATS),
         (f"g{which[1:]}_alphas", [(experts, n)], checks.FLOATS),
     )
     for field, shapes, dtypes in rules:

@@ -26,8 +26,9 @@ class FusedMoEQuantConfig:
         scheme: a name or key that `get_scheme` knows, or a `Scheme`, which may be one's own.
         w1_scale: scales of ``w1``, shaped as `Quant.weight_scale_shape` says. Per-tensor scales may
             be ``(El,)`` or ``(El, 2)`` (gate, up), and in place of per-row scales ``(El, 1, 1)`` or
-            ``(El, 2, 1)``. If activations are quantized, powers of two may be uint8 (e8m0). If
-            ``w1`` is packed, as `pack_weight` returns them.
+            ``(El, 2, 1)``; two are for rows in halves, not for rows that alternate or have no gate.
+            If activations are quantized, powers of two may be uint8 (e8m0). If ``w1`` is packed, as
+            `pack_weight` returns them.
         w2_scale: scales of ``w2``.
         a1_scale: static scale of the input of GEMM 1, one element, for static schemes only.
         a2_scale: static scale of the input of GEMM 2.
@@ -36,7 +37,7 @@ class FusedMoEQuantConfig:
         a1_gscale: global scale of the input of GEMM 1 (NVFP4), one element: a factor like every
             scale here, ``amax / (448 * 6)``; vLLM passes its reciprocal.
         a2_gscale: global scale of the input of GEMM 2.
-        w1_gscale: global scales of ``w1``, ``(El,)`` or ``(El, 2)``.
+        w1_gscale: global scales of ``w1``, ``(El,)`` or ``(El, 2)``, as above.
         w2_gscale: global scales of ``w2``, ``(El,)``.
         g1_alphas: factors on the result of GEMM 1, for schemes that have them (int4 weights with
             fp8 activations): one per row of ``w1``, ``(El, 2I)``.

@@ -73,6 +73,8 @@ def test_bits_of_the_functional_path(kind, scheme, on_input, device):
     config = s.kernel.fused_experts.quant_config if frozen else None
     near = call(moe_ops.fused_experts, problem, s.inputs, quant_config=config)
     assert torch.equal(out, near) == (kind not in SEPARATE)
+    with torch.no_grad():
+        assert torch.equal(out, s.apply())
     expected = gradients(near, s.inputs, grad)
     for name, actual in gradients(out, s.inputs, grad).items():
         assert torch.equal(actual, expected[name]), name

@@ -29,7 +29,8 @@ def run(s, **tensors):
     config = FusedMoEQuantConfig(s.problem.scheme, **given)
     _, w1, w2, weights, ids, *_ = s.inputs
     x = s.inputs.hidden_states
-    return moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)
+    routing, activation = (weights, ids), s.problem.activation
+    return moe_ops.fused_experts(x, w1, w2, *routing, activation=activation, quant_config=config)
 
 
 @pytest.mark.kernel
@@ -74,6 +75,17 @@ def test_global_scales_of_halves(scheme, device):
     both = run(s, w1_gscale=torch.stack([scale, scale], 1))
     assert torch.equal(both, s.apply())
     assert not torch.equal(run(s, w1_gscale=torch.stack([scale, 2 * scale], 1)), both)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "nvfp4_w4a16"])
+@pytest.mark.parametrize("activation", ["swigluoai", "relu2_no_mul"])
+def test_only_halves_of_w1_have_two_scales(scheme, activation):
+    """Gate and up rows that alternate share a scale, and rows without a gate have no second one."""
+    s = setup(problem(scheme, activation=activation), moe_ops.pipeline.TritonExperts)
+    name = "w1_gscale" if scheme == "nvfp4_w4a16" else "w1_scale"
+    shape = (4, 2, 1) if scheme == "fp8_channel" else (4, 2)
+    with pytest.raises(ValueError, match=f"{name} must have a shape of"):
+        run(s, **{name: torch.ones(shape)})
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -46,7 +46,8 @@ class OperatorExperts(FusedMoEExpertsModular):
     @property
     def applies_router_weight_on_input(self) -> bool:
         """True for slots whose rows are not quantized: GEMM 1 applies the weights in float32."""
-        return self.GATHER is by_slot and self.quant_config.scheme.activation is None
+        standard = self.activation_format() is FusedMoEActivationFormat.Standard
+        return standard and self.quant_config.scheme.activation is None
 
     def workspace_shapes(
         self,
