@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moe_ops.kernels._gemm.rows import plan_constants, write_header, write_map, write_plan
 from moe_ops.kernels._gemm.tile import planned_tiles

@@ -211,7 +211,9 @@ def test_no_tokens(scheme):
     for packed in (False, True) if packs(known, I, H) else (False,):
         for problem in problems(scheme, 0, packed=packed):
             one = problem._replace(sizes=problem.sizes._replace(num_slots=K))
-            assert plan_gemm(problem, HOPPER).quantizes_rows == plan_gemm(one, HOPPER).quantizes_rows
+            assert (
+                plan_gemm(problem, HOPPER).quantizes_rows == plan_gemm(one, HOPPER).quantizes_rows
+            )
 
 
 def test_who_fetches_rows():
