@@ -12,6 +12,7 @@ import torch
 from conftest import HAS_CUDA, INTERPRETED
 from launches import launched_kernels
 from packed_weights import PACKABLE
+from quantized_layers import quantized
 from small_layers import E, I, K, batch, filled, kernel_of
 from table_items import every_row
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -20,11 +21,9 @@ import moe_ops
 from moe_ops import FusedMoE, ops
 from moe_ops.layer.moving import offload
 from moe_ops.residency import OffloadStats, host
-from moe_ops.scheme import SCHEMES, get_scheme
+from moe_ops.scheme import SCHEMES
 from moe_ops.training import ExpertLora
 
-WIDE = 128
-"""H and I for schemes with groups, and for packed weights."""
 INSIDE = (-1, E, 2**32)
 """Ids that skip their slot."""
 
@@ -67,17 +66,7 @@ def assert_same(layer, other, device="cpu", dtype=torch.float32, tokens=(1, 2, 1
 
 def stored(scheme, form="plain"):
     """A layer of a scheme in one of its forms, of random weights."""
-    layer = FusedMoE(E, K, WIDE, WIDE, params_dtype=torch.bfloat16)
-    with torch.no_grad():
-        for seed, p in enumerate(layer.parameters()):
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) / 8)
-    if scheme != "unquantized":
-        x, logits = (t.bfloat16() for t in batch(9, hidden=WIDE))
-        run = {"calibrate": lambda m: m(x, logits)} if get_scheme(scheme).input_scale_names else {}
-        moe_ops.quantize_(layer, scheme, progress=False, **run)
-    if form == "packed":
-        layer.pack_()
-    return layer
+    return quantized(scheme, E, K, form=form)
 
 
 @pytest.mark.parametrize("form", ["plain", "packed"])

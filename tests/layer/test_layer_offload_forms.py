@@ -4,24 +4,15 @@ import copy
 
 import pytest
 import torch
+from conftest import HAS_CUDA
 from packed_weights import PACKABLE
+from quantized_layers import WIDE, quantized
 from table_items import every_row
 
 import moe_ops
-from moe_ops.scheme import get_scheme
 
-E, K, WIDE = 9, 4, 128
-
-
-@torch.no_grad()
-def stored(scheme, device):
-    """A layer of a scheme with random weights."""
-    layer = moe_ops.FusedMoE(E, K, WIDE, WIDE, params_dtype=torch.bfloat16)
-    for seed, p in enumerate(layer.parameters()):
-        p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) / 8)
-    x, logits = torch.randn(9, WIDE).bfloat16(), torch.randn(9, E).bfloat16()
-    run = {"calibrate": lambda m: m(x, logits)} if get_scheme(scheme).input_scale_names else {}
-    return moe_ops.quantize_(layer, scheme, progress=False, **run).to(device)
+pytestmark = pytest.mark.skipif(not HAS_CUDA, reason="needs kernels for Hopper")
+E, K = 9, 4
 
 
 @torch.no_grad()
@@ -35,17 +26,15 @@ def assert_same(layer, other, device):
 @every_row("scheme", PACKABLE)
 def test_one_token_of_few_experts(scheme, device):
     """Its slots have a plan, but the kernel with the weighted sum reads ids."""
-    layer = stored(scheme, device)
-    layer.pack_()
+    layer = quantized(scheme, E, K, form="packed").to(device)
     other = moe_ops.offload_(copy.deepcopy(layer), resident=7, progress=False)
     assert_same(layer, other, device)
 
 
-@pytest.mark.kernel
 @every_row("scheme", ["int8_w8a16", "mxfp4_w4a8"])
 def test_another_number_of_slots_keeps_the_form(scheme, device):
     """Plain experts whose parameters lie on the host since they are offloaded stay plain."""
-    layer = stored(scheme, device)
+    layer = quantized(scheme, E, K).to(device)
     other = moe_ops.offload_(copy.deepcopy(layer), resident=7, progress=False)
     for resident in (5, E):
         moe_ops.offload_(other, resident=resident, progress=False)
