@@ -114,7 +114,7 @@ class Twins(RuleBasedStateMachine):
         number = seed % self.experts
         for layer in (self.layer, self.other):
             for name, p in layer.named_parameters():
-                if name.endswith("bias") or (p.is_floating_point() and p.itemsize > 1):
+                if p.is_floating_point() and p.itemsize > 1 and len(p) == self.experts:
                     p[number] *= 0.5
             layer.renew_slots()
 
