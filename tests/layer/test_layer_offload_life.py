@@ -113,7 +113,7 @@ class Twins(RuleBasedStateMachine):
         """The scales or weights of an expert change."""
         number = seed % self.experts
         for layer in (self.layer, self.other):
-            for name, p in layer.named_parameters():
+            for p in layer.parameters():
                 if p.is_floating_point() and p.itemsize > 1 and len(p) == self.experts:
                     p[number] *= 0.5
             layer.renew_slots()
