@@ -270,7 +270,7 @@ def job_tiles(
     kernel: str, jobs: Jobs, quant: Quant, programs: int, device: Device
 ) -> HopperTiles | None:
     """Tiles of a kernel with jobs, whose stages are the buffers of rounds; None: none fit."""
-    ctas = max(1, min(JOB_CTAS, cdiv(programs, device.processors)))  # no slots, no programs
+    ctas = max(1, min(JOB_CTAS, cdiv(programs, device.processors)))  # even without slots
     memory = device.shared_memory + RESERVED_BYTES
     room = memory // JOB_CTAS
     if ctas < JOB_CTAS:  # an SM has room for three programs of a slot and one with the sum

@@ -196,7 +196,7 @@ def _quant_key(
         if scale is not None:
             raise ValueError("A_scale must be None with block_shape, got a Tensor")
         if not 16 <= cols <= checks.MAX_SIZE or cols & (cols - 1):
-            raise ValueError(f"block_shape[1] must be a power of two >= 16, got {cols}")
+            raise ValueError(f"block_shape[1] must be a power of two from 16 to 2**30, got {cols}")
         group = f"1x{cols}"
     return f"{_ELEMENTS[dtype]}:{group}:float32" + ("" if scale is None else ":static")
 

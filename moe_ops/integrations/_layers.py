@@ -19,7 +19,7 @@ NAME = "moe_ops"
 LAYER = "moe_ops_layer"
 """The attribute of an experts module that holds its quantized weights."""
 ACCELERATE = "_hf_hook"
-"""The attribute of a module whose weights a hook of accelerate moves, with this hook."""
+"""The attribute in which accelerate keeps the hook that moves a module's weights."""
 
 
 def quantized_layer(experts: Any) -> FusedMoE | None:
@@ -79,8 +79,9 @@ def _begin(experts: Any, args: Any) -> None:
         ValueError: another library runs the module; no other has its weights.
     """
     layer: Any = quantized_layer(experts)
-    if hasattr(layer, ACCELERATE):
-        layer._hf_hook.pre_forward(layer)
+    hook = getattr(layer, ACCELERATE, None)
+    if hook is not None:
+        hook.pre_forward(layer)
     chosen = experts.config._experts_implementation
     if chosen != NAME:
         raise ValueError(
@@ -92,5 +93,6 @@ def _begin(experts: Any, args: Any) -> None:
 def _end(experts: Any, args: Any, output: Any) -> None:
     """Let accelerate take the weights out again."""
     layer: Any = quantized_layer(experts)
-    if hasattr(layer, ACCELERATE):
-        layer._hf_hook.post_forward(layer, None)
+    hook = getattr(layer, ACCELERATE, None)
+    if hook is not None:
+        hook.post_forward(layer, None)

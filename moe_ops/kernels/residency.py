@@ -364,8 +364,8 @@ def tiles_in_rows(
         owner: the slots.
         first: the number of the first weight.
         tiles: ids, expert map, and the plan if GEMMs read one.
-        overlapping: whether a wave is written while the GEMMs of another one run, whose rows it
-            overwrites. Their map then stays that of all experts, and they must read the plan.
+        overlapping: whether a wave's rows are written while the GEMMs of the wave before run.
+            These find their slots by the plan, and their map stays that of all experts.
     """
     plan, topk_ids, expert_map = tiles
 
@@ -403,7 +403,7 @@ def make_resident(
     """
     plan, topk_ids, expert_map = tiles
     plans, _, maps = zip(out[0], out[-1], strict=True)
-    if expert_map is None or maps[0] is expert_map:  # rows are a map, or GEMMs read none
+    if expert_map is None or maps[0] is expert_map:  # rows serve as the map, or none is read
         maps = None, None
     (table, state), num_ids, weights = owner.parts[first], topk_ids.numel(), len(out)
     units = min(num_ids, most) * max(owner.chunks[first : first + weights])

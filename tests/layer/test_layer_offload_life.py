@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from legs import ON_HOPPER
 from packed_weights import ALL_PACKABLE
 from quantized_layers import WIDE, quantized
 
@@ -44,7 +45,8 @@ class Twins(RuleBasedStateMachine):
     )
     def make(self, scheme, sizes, is_packed, has_bias, share, on_cpu):
         self.experts, self.top_k = sizes
-        form = "packed" if is_packed and scheme in ALL_PACKABLE else "plain"
+        reads_packed = ON_HOPPER or not HAS_CUDA
+        form = "packed" if is_packed and reads_packed and scheme in ALL_PACKABLE else "plain"
         self.layer = quantized(scheme, *sizes, form=form, has_bias=has_bias)
         self.other = copy.deepcopy(self.layer)
         self.layer.to(DEVICE)

@@ -10,6 +10,7 @@ from gemm_rows import exact_rows
 from graphs import capture
 from hypothesis import given
 from hypothesis import strategies as st
+from legs import ON_HOPPER
 from packed_weights import HALF, SERVED, random_weight
 from pairwise import half_exhaustive
 from planning import problem_of_call
@@ -26,7 +27,6 @@ from moe_ops.reference.slots import local_experts
 from moe_ops.testing import assert_matches_reference
 
 pytestmark = pytest.mark.kernel
-ON_HOPPER = HAS_CUDA and torch.cuda.get_device_capability()[0] == 9
 
 if INTERPRETED:
     from gluon_interpreter import interpreted

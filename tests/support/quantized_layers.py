@@ -11,7 +11,7 @@ WIDE = 128
 
 @torch.no_grad()
 def quantized(scheme, experts, top_k, *, form="plain", **options):
-    """A layer on the CPU with as many experts in a scheme; ``form``: ``plain`` or ``packed``."""
+    """A layer on the CPU in a scheme and a form: ``plain`` or ``packed``."""
     options = {"params_dtype": torch.bfloat16, **options}
     layer = moe_ops.FusedMoE(experts, top_k, WIDE, WIDE, **options)
     for seed, p in enumerate(layer.parameters()):
