@@ -12,6 +12,8 @@ NEWEST ?= transformers peft compressed-tensors
 WORKERS ?= 2
 # Tests that run: PART="tests/ops/test_align.py tests/layer" runs some of them.
 PART ?= tests
+# Tests that `make test-reference` leaves out, for a run that has them elsewhere.
+LEFT_OUT ?=
 RESULTS ?= benchmarks/results
 
 HAS_GPU := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null)
@@ -61,7 +63,8 @@ test-all: test-reference test-interpreter  ## make test, with kernels compiled f
 # tests of neighbouring files, which share what they make, and ends by taking some of the other's.
 # Inductor compiles in the worker: processes of its own would only import torch once more.
 test-reference: $(READY)  ## References, fakes, compiled graphs and compiled kernels; PART=tests/ops runs some
-	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest $(PART) -n $(WORKERS) --dist worksteal $(COMPILE)
+	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest $(PART) -n $(WORKERS) --dist worksteal $(COMPILE) \
+	  $(LEFT_OUT:%=--ignore-glob=%)
 
 # Every Triton kernel, in the interpreter, each access checked against its tensor.
 test-interpreter: $(READY)  ## Every Triton kernel in the interpreter
@@ -75,14 +78,14 @@ test-install: $(READY)  ## Build the distributions, install the wheel, run every
 # newest releases of NEWEST: PEFT itself in place of its stand-in. Their environment adds these to the
 # one of the other tests, with its torch.
 OVERLAY := $(VENV)-transformers
+OVERLAY_TESTS := tests/integrations/test_transformers*.py tests/integrations/test_quantize_tutorial.py \
+  tests/loading/test_loading_compressed.py tests/project/test_readme.py \
+  tests/routing/test_routing_transformers.py tests/bench/test_peers.py
 VERSIONS := from importlib.metadata import version; \
   print(*(f"{name} {version(name)}" for name in "torch triton transformers peft accelerate compressed-tensors".split()))
 test-transformers: $(OVERLAY)/ready  ## The tests of transformers models with its newest release, and PEFT's
 	$(OVERLAY)/bin/python -c '$(VERSIONS)'
-	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(OVERLAY)/bin/python -m pytest tests/integrations/test_transformers*.py \
-	  tests/integrations/test_quantize_tutorial.py tests/loading/test_loading_compressed.py tests/project/test_readme.py \
-	  tests/routing/test_routing_transformers.py tests/bench/test_peers.py \
-	  -n $(WORKERS) --dist worksteal -k "not stand-in"
+	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(OVERLAY)/bin/python -m pytest $(OVERLAY_TESTS) -n $(WORKERS) --dist worksteal -k "not stand-in"
 
 $(OVERLAY)/ready: pyproject.toml $(READY)
 	$(PY) -m venv --without-pip $(OVERLAY)
