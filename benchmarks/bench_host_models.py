@@ -254,10 +254,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(None, __doc__ or "")
     add, text = parser.add_argument, "(default: %(default)s)"
     lists = {
-        "models": ("model", {n: n for n in SPECS}, ",".join(CASES if cuda else TINY_CASES)),
+        "models": ("model", SPECS, ",".join(CASES if cuda else TINY_CASES)),
         "schemes": ("scheme", command.RECORDED, None),
-        "routings": ("routing", {n: n for n in ROUTINGS}, ",".join(ROUTINGS)),
-        "impls": ("implementation", {n: n for n in IMPLS}, ",".join(IMPLS)),
+        "routings": ("routing", ROUTINGS, ",".join(ROUTINGS)),
+        "impls": ("implementation", IMPLS, ",".join(IMPLS)),
     }
     for dest, (what, names, default) in lists.items():
         option = "--impls" if dest == "impls" else f"--{dest[:-1]}"

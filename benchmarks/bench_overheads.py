@@ -187,7 +187,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     command.add_argument(
         "--impls",
-        type=one_or_more(named_choice("implementation", {name: name for name in usable})),
+        type=one_or_more(named_choice("implementation", usable)),
         default=",".join(("moe_ops", "moe_ops-compiled", *available())),
         metavar="NAME,..",
         help=f"among {', '.join(usable)} (of {', '.join(PEERS)} those that can run here; "
@@ -195,7 +195,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     command.add_argument(
         "--measures",
-        type=one_or_more(named_choice("measure", {name: name for name in ("warm", "cold")})),
+        type=one_or_more(named_choice("measure", ("warm", "cold"))),
         default="warm,cold",
         metavar="NAME,..",
         help="warm: host time and peak memory; cold: import, first call and torch.compile in "

@@ -377,21 +377,18 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     usable = [impl for impl in IMPLS if impl not in MAIN_GRADS and missing(impl) is None]
     frozen = [name for name, s in moe_ops.SCHEMES.items() if s.weight and s.activation is None]
-    schemes = {name: name for name in ("bf16", *frozen)}
     lists = {
-        "--trained": ("trained", named_choice("choice", {n: n for n in TRAINED}),
-                      ",".join(TRAINED), ""),
-        "--scheme": ("schemes", named_choice("scheme", schemes), "bf16,mxfp4_w4a16",
+        "--trained": ("trained", "choice", TRAINED, ",".join(TRAINED), ""),
+        "--scheme": ("schemes", "scheme", ("bf16", *frozen), "bf16,mxfp4_w4a16",
                      "of frozen weights under adapters; bf16 is also that of `all` "),
-        "--impls": ("impls", named_choice("implementation", {n: n for n in usable}),
-                    ",".join(usable), ""),
-        "--modes": ("modes", named_choice("mode", {n: n for n in MODES}), ",".join(MODES), ""),
+        "--impls": ("impls", "implementation", usable, ",".join(usable), ""),
+        "--modes": ("modes", "mode", MODES, ",".join(MODES), ""),
     }  # fmt: skip
-    for option, (dest, read, default, text) in lists.items():
+    for option, (dest, what, names, default, text) in lists.items():
         command.add_argument(
             option,
             dest=dest,
-            type=one_or_more(read),
+            type=one_or_more(named_choice(what, names)),
             default=default,
             metavar="NAME,..",
             help=f"{text}(default: %(default)s)",

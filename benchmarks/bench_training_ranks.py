@@ -26,12 +26,12 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import checked, count, named_choice, one_or_more, parser, print_row
+from moe_ops.bench.command import parser, print_row
 from moe_ops.bench.harness import record_path, relative_error, write_rows
 from moe_ops.bench.problems import SEED, Experts, Problem, make_experts, make_inputs
-from moe_ops.bench.ranks import ONE_GPU, slowest
+from moe_ops.bench.ranks import ONE_GPU, add_rank_options, slowest
 
-BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter")}
+BACKENDS = ("symmetric", "allgather_reducescatter")
 WARM_UPS, STEPS = 5, 20
 MAX_REL_ERR = 0.02
 """Largest relative error of the output and of each gradient."""
@@ -197,16 +197,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     command = parser(__doc__ or "", tokens="8192", models="qwen3-30b")
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument(
-        "--ranks", type=checked(count), default="2", metavar="R", help="GPUs (default: 2)"
-    )
-    command.add_argument(
-        "--backend",
-        type=one_or_more(named_choice("backend", BACKENDS)),
-        default=",".join(BACKENDS),
-        metavar="NAME,..",
-        help=f"among {', '.join(BACKENDS)} (default: all)",
-    )
+    add_rank_options(command, BACKENDS)
     args = command.parse_args(arguments)
     for problem in args.problems:
         if problem.num_experts % args.ranks:

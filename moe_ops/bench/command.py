@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -42,7 +42,7 @@ OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
 }
 """Options that describe one layer without a known name: reader, metavar and help."""
 SCHEME_NAMES = ", ".join(SCHEMES)
-RECORDED = {name: name for name in ("bf16", *SCHEMES) if name != UNQUANTIZED.name}
+RECORDED = ("bf16", *(name for name in SCHEMES if name != UNQUANTIZED.name))
 """The schemes by their names in the benchmark records."""
 
 
@@ -132,7 +132,7 @@ def parser(
     add = result.add_argument
     add(
         "--routing",
-        type=one_or_more(_routing),
+        type=one_or_more(named_choice("routing", ROUTINGS)),
         default="uniform",
         metavar="NAME,..",
         help=f"among {', '.join(ROUTINGS)} (default: %(default)s)",
@@ -252,18 +252,15 @@ def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     return read_all
 
 
-def named_choice(what: str, choices: dict[str, Value]) -> Callable[[str], Value]:
-    """A reader of one of the names in ``choices``."""
+def named_choice(what: str, names: Collection[str]) -> Callable[[str], str]:
+    """A reader of one of some names."""
 
-    def read(text: str) -> Value:
-        if text not in choices:
-            raise ValueError(unknown(what, text, choices))
-        return choices[text]
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError(unknown(what, text, names))
+        return text
 
     return read
-
-
-_routing = named_choice("routing", {name: name for name in ROUTINGS})
 
 
 def count(text: str) -> int:

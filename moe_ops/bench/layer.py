@@ -210,13 +210,12 @@ EXAMPLES = (
 def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     """Parse the command line; for an unknown name exits with 2 and prints the known names."""
     command = parser(__doc__ or "", "1,8,64,512,4096,16384", prog=prog, examples=EXAMPLES)
-    impls = {impl: impl for impl in IMPLS}
     installed = ["moe_ops", *available()]
     add = command.add_argument
     add_scheme_option(command)
     add(
         "--impls",
-        type=one_or_more(named_choice("implementation", impls)),
+        type=one_or_more(named_choice("implementation", IMPLS)),
         default=",".join(installed),
         metavar="NAME,..",
         help=f"among {', '.join(IMPLS)} (default: those that are installed)",

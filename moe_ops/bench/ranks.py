@@ -44,7 +44,7 @@ from moe_ops.tensors import QTensor
 
 BATCHED, MOST_BATCHED = "symmetric_batched", 128
 """The exchange in the Batched format, which is for few tokens."""
-BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter", BATCHED)}
+BACKENDS = ("symmetric", "allgather_reducescatter", BATCHED)
 CHAIN, REPLAYS, WARM_UPS = 20, 40, 5
 """Exchanges of a graph that times exchanges; timed and untimed replays."""
 LAUNCHES = 2_000_000
@@ -104,17 +104,22 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
 def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     """The command's options."""
     result = parser("Time layers whose experts are spread over GPUs.", "8,64,512,4096", prog=prog)
-    add = result.add_argument
-    add("--ranks", type=checked(count), default="2", metavar="R", help="GPUs (default: 2)")
+    add_rank_options(result, BACKENDS)
     add_scheme_option(result)
+    return with_schemes(result.parse_args(arguments))
+
+
+def add_rank_options(command: argparse.ArgumentParser, backends: Sequence[str]) -> None:
+    """Add ``--ranks`` and ``--backend``, which takes one or more of these names."""
+    add = command.add_argument
+    add("--ranks", type=checked(count), default="2", metavar="R", help="GPUs (default: 2)")
     add(
         "--backend",
-        type=one_or_more(named_choice("backend", BACKENDS)),
-        default=",".join(BACKENDS),
+        type=one_or_more(named_choice("backend", backends)),
+        default=",".join(backends),
         metavar="NAME,..",
-        help=f"among {', '.join(BACKENDS)} (default: all)",
+        help=f"among {', '.join(backends)} (default: all)",
     )
-    return with_schemes(result.parse_args(arguments))
 
 
 @torch.no_grad()
