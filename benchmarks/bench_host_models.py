@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,18 +132,14 @@ def ready(
 def time_steps(run: Callable[[], Any], device: torch.device, steps: int) -> list[float]:
     """Microseconds of each step."""
     if device.type != "cuda":
-        stamps = [time.perf_counter()]
-        for _ in range(steps):
-            run()
-            stamps.append(time.perf_counter())
-        return [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+        return harness.wall_times(run, steps)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
         run()
         event.record()
     torch.cuda.synchronize(device)
-    return [1e3 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return [1e3 * start.elapsed_time(end) for start, end in pairwise(events)]
 
 
 def timed(case: Case, impl: str, expected: Logits, copied: int = 0) -> Iterator[HostModelRow]:

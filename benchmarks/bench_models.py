@@ -199,7 +199,7 @@ def time_case(
     return part.row(
         case,
         tokens_per_s=1e6 * step.tokens / timing.time_us,
-        **{name: getattr(timing, name) for name in ("time_us", "p10_us", "p90_us", "runs")},
+        **timing.times,
         peak_bytes=peak,
         weight_bytes=whole_models.size_of(model),
         rel_diff=None if logits is None else relative_error(timing.output, logits),

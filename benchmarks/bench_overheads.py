@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -30,7 +29,7 @@ from moe_ops.bench.command import (
     parser,
     recorded_name,
 )
-from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path
+from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path, wall_times
 from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
 from moe_ops.bench.peers import available
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem, make_experts, make_inputs
@@ -95,11 +94,7 @@ def host_time(case: Case, impl: str, call: Call) -> Overhead:
     times = []
     for _ in range(BATCHES):
         _synchronize(case)
-        stamps = [time.perf_counter()]
-        for _ in range(CALLS):
-            call()
-            stamps.append(time.perf_counter())
-        times += [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+        times += wall_times(call, CALLS)
     _synchronize(case)
     deciles = statistics.quantiles(times, n=10, method="inclusive")
     spread = {"p10": deciles[0], "p90": deciles[-1], "runs": len(times)}

@@ -332,7 +332,7 @@ def rows_of(case: Case, impl: str, modes: Sequence[str]) -> Iterator[TrainingRow
             len(case.inputs.x),
             impl,
             case.routing,
-            *timing[:4],
+            **timing.times,
             rel_err=max(errors.values()),
             floor_us=floor_us(case.nbytes, case.flops),
             config={**config, "errors": errors},

@@ -28,7 +28,6 @@ from moe_ops.bench.command import (
 from moe_ops.bench.harness import (
     KEY,
     Row,
-    Timing,
     default_device,
     floor_us,
     measure,
@@ -153,7 +152,7 @@ def time_case(case: Case, impl: str) -> Row:
     return Row(
         **case.key,
         impl=impl,
-        **_times(timing),
+        **timing.times,
         rel_err=error,
         floor_us=layer_floor_us(case.problem, experts, inputs),
         config=config_of(impl, case.problem, experts, inputs),
@@ -164,10 +163,6 @@ def profile_case(case: Case, impl: str) -> ProfileRow:
     """Profile one implementation's call."""
     call = IMPLS[impl](case.experts, case.inputs)
     return profile_row({**case.key, "impl": impl}, call, case.inputs.x.device)
-
-
-def _times(timing: Timing) -> dict[str, Any]:
-    return {name: value for name, value in timing._asdict().items() if name != "output"}
 
 
 def print_times(rows: list[Row], *, head: bool) -> None:
