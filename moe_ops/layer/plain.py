@@ -58,11 +58,7 @@ class PlainExperts(NamedTuple):
                     tensors["input_scale"] = torch.tensor(scale, dtype=torch.float32, device="cpu")
                 for suffix, x in tensors.items():
                     if x is not None:
-                        yield _tensor_entry(f"experts.{expert}.{name}.{suffix}", x)
-
-
-def _tensor_entry(name: str, x: Tensor) -> Entry:
-    return Entry(name, lambda: x)
+                        yield Entry(f"experts.{expert}.{name}.{suffix}", lambda x=x: x)
 
 
 def fill_quantized(
