@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.integrations.vllm._place import Place
+from moe_ops.integrations.vllm._choice import Place
+from moe_ops.integrations.vllm._experts import weight_of_layer
 from moe_ops.integrations.vllm._requests import Arguments
 from moe_ops.loading.derived import channel_scales
 from moe_ops.loading.stored import awq_codes
@@ -39,7 +40,7 @@ def formed(
 ) -> QTensor:
     """Return ``w13`` or ``w2`` in the form that its GPU reads."""
     q = QTensor(data.data, data_of(scale), data_of(zero_point), data_of(factor))
-    return place.form(which, q)
+    return weight_of_layer(which, q, place.scheme, place.moe_config)
 
 
 def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
