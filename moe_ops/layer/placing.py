@@ -319,8 +319,8 @@ class Placing:
             return
         stored = [(piece, x)]
         if has_plain_scales(piece.kind, x, self.state.checkpoint_scheme.weight):
-            derived = channel_scales(x)
-            stored = [(piece._replace(kind=k, suffix=suffix), part) for k, suffix, part in derived]
+            parts = channel_scales(x).items()
+            stored = [(piece._replace(kind=k, suffix=SUFFIX[k]), part) for k, part in parts]
         for of, tensor in stored:
             form = self._form(of)
             for shard, part in self._shards(tensor, of, form):
@@ -337,11 +337,11 @@ class Placing:
             shard: shared_part(part, "weight", shard, share, width, None).to(sizes.dtype)
             for shard, part in self._shards(x, piece, form)
         }
-        for shard, kind, suffix, part in quantized_parts(whole, scheme, sizes.interleaved):
+        for shard, kind, part in quantized_parts(whole, scheme, sizes.interleaved):
             spec = self._spec(piece._replace(kind=kind))
             if spec is not None:
                 form = self.stage.form(spec, shard, self.layout)
-                self._copy(kind, shard, canonical(kind, part, suffix, form), expert)
+                self._copy(kind, shard, canonical(kind, part, SUFFIX[kind], form), expert)
 
     def _of_each(self, x: Tensor, piece: Piece, count: int) -> Tensor:
         """Return a row per expert; unused rows of zero experts may follow.

@@ -93,7 +93,7 @@ def int4_under_fp8(place: Place, arguments: Arguments) -> tuple[Tensor | None, .
     for which in ("w13", "w2"):
         words, scales = arguments[f"{which}_weight"].data, arguments[f"{which}_weight_scale"].data
         experts, n, _ = scales.shape
-        parts = {kind: x for kind, _, x in channel_scales(scales.flatten(0, 1))}
+        parts = channel_scales(scales.flatten(0, 1))
         scale = parts["scale"].unflatten(0, (experts, n))
         factor = parts["channel_scale"].unflatten(0, (experts, n))
         data = words.contiguous().view(torch.uint8)
