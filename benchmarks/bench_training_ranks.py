@@ -26,11 +26,12 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import parser, print_row
-from moe_ops.bench.harness import record_path, relative_error, write_rows
+from moe_ops.bench.command import Lines, Recorder, parser
+from moe_ops.bench.harness import record_path, relative_error
 from moe_ops.bench.problems import SEED, Experts, Problem, make_experts, make_inputs
 from moe_ops.bench.ranks import ONE_GPU, add_rank_options, slowest
 
+KEY = ("shape", "M", "impl", "ranks")
 BACKENDS = ("symmetric", "allgather_reducescatter")
 WARM_UPS, STEPS = 5, 20
 MAX_REL_ERR = 0.02
@@ -213,15 +214,13 @@ def _run(number: int, args: argparse.Namespace, store: str) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, f"file://{store}", rank=number, world_size=args.ranks)
-    path, rows = record_path(args.output, "training_ranks.json") if on_gpu else None, []
+    path = record_path(args.output, "training_ranks.json") if on_gpu else None
+    recorder = Recorder(path, KEY, Lines(COLUMNS, vars))
     for problem in args.problems:
         for tokens in args.tokens:
             for row in rows_of(problem, tokens, args.backend, device):
-                rows.append(row)
                 if number == 0:
-                    print_row(vars(row), COLUMNS, head=len(rows) == 1)
-                    if path is not None:
-                        write_rows(path, rows, ("shape", "M", "impl", "ranks"))
+                    recorder.add([row])
     dist.destroy_process_group()
 
 

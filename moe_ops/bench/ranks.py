@@ -25,17 +25,18 @@ import moe_ops
 from moe_ops import ops, pipeline
 from moe_ops.activation import kind_and_key
 from moe_ops.bench.command import (
+    Lines,
+    Recorder,
     add_scheme_option,
     checked,
     count,
     named_choice,
     one_or_more,
     parser,
-    print_row,
     progress,
     with_schemes,
 )
-from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
+from moe_ops.bench.harness import evict_cache, record_path, relative_error
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
 from moe_ops.parallel import determine_expert_map, determine_expert_ranks
@@ -50,6 +51,7 @@ CHAIN, REPLAYS, WARM_UPS = 20, 40, 5
 LAUNCHES = 2_000_000
 """Cycles of a GPU, about 1 ms, in which its host launches a timed replay and the barrier."""
 ONE_GPU = "one GPU"
+KEY = ("scheme", "shape", "M", "impl", "ranks")
 COLUMNS = {
     "shape": 14, "scheme": 13, "M": 6, "impl": 24, "send_us": 8, "return_us": 9, "time_us": 9,
     "tokens_per_s": 12, "rel_err": 8,
@@ -129,7 +131,7 @@ def _run_rank(number: int, args: argparse.Namespace, store: str) -> None:
     dist.init_process_group("nccl", f"file://{store}", rank=number, world_size=args.ranks)
     rank = Rank(number, args.ranks, device, _barrier(args.ranks, device))
     path = record_path(args.output, f"ranks_{args.ranks}.json")
-    rows, head = [], True
+    recorder = Recorder(path, KEY, Lines(COLUMNS, vars))
     for problem in args.problems:
         for scheme in args.schemes:
             if number == 0:
@@ -137,13 +139,9 @@ def _run_rank(number: int, args: argparse.Namespace, store: str) -> None:
             experts = make_experts(problem, scheme, device)
             exchanges = {b: _exchange(problem, b, max(args.tokens), rank) for b in args.backend}
             for tokens in args.tokens:
-                for row in _case(problem, scheme, experts, tokens, exchanges, rank):
-                    rows.append(row)
-                    if number == 0:
-                        print_row(vars(row), COLUMNS, head=head)
-                        head = False
-                        if path is not None:
-                            write_rows(path, rows, ("scheme", "shape", "M", "impl", "ranks"))
+                rows = _case(problem, scheme, experts, tokens, exchanges, rank)
+                if number == 0:
+                    recorder.add(rows)
             del experts, exchanges
             torch.cuda.empty_cache()
     dist.destroy_process_group()
