@@ -7,8 +7,6 @@ both weights.)
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,7 +43,8 @@ def formed(
 
 def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """int4 and int8 weights with a scale for each group along K, with or without zero points."""
-    plain = awq_weight if describes_awq(arguments["quant_config"]) else rows_first
+    is_awq = type(arguments["quant_config"]).__name__ == "AutoAWQConfig"  # its order of columns
+    plain = awq_weight if is_awq else rows_first
     bits, qs = place.scheme.weight.element.bits, []  # type: ignore[union-attr]
     for which in ("w13", "w2"):
         zeros = data_of(arguments[f"{which}_qzeros"])
@@ -55,11 +54,6 @@ def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     (w13, scale13, zero13, _), (w2, scale2, zero2, _) = qs
     biases = (data_of(arguments["w13_bias"]), data_of(arguments["w2_bias"]))
     return w13, w2, scale13, scale2, zero13, zero2, None, None, *biases
-
-
-def describes_awq(config: Any) -> bool:
-    """Whether a configuration of vLLM describes AWQ's order of columns."""
-    return type(config).__name__ == "AutoAWQConfig"
 
 
 def rows_first(words: Tensor, scale: Tensor, zeros: Tensor | None, bits: int) -> QTensor:
