@@ -262,21 +262,12 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(option, dest=dest, type=read, default=default, metavar="..,", help=shown)
     share = "experts on the GPU, such as 0.25 (default: as in the guide's table)"
     add("--resident", type=checked(command.amount), metavar="SHARE", help=share)
+    number, context, steps = checked(count), 512 if cuda else 20, 128 if cuda else 6
     batches = "1,8" if cuda else "1"
     add("--batches", type=one_or_more(count), default=batches, metavar="M,..", help=text)
-    add("--layers", type=checked(count), help="build fewer layers; nothing is scaled up")
-    add(
-        "--context",
-        type=checked(count),
-        default=512 if cuda else 20,
-        help=f"cached tokens {text}",
-    )
-    add(
-        "--steps",
-        type=checked(count),
-        default=128 if cuda else 6,
-        help=f"timed steps {text}",
-    )
+    add("--layers", type=number, help="build fewer layers; nothing is scaled up")
+    add("--context", type=number, default=context, help=f"cached tokens {text}")
+    add("--steps", type=number, default=steps, help=f"timed steps {text}")
     add("--output", type=Path, default=harness.default_output(), help="folder of the records")
     command.add_time_budget(parser, "start no model after this long")
     return parser.parse_args(arguments)

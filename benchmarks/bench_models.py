@@ -278,12 +278,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(option, dest=dest, type=one_or_more(read), default=default, metavar="..,", help=text)
     add("--no-prefill", dest="prefill", action="store_const", const=[], help="decode only")
     add("--layers", type=checked(count), help="build fewer layers; nothing is scaled up")
-    add(
-        "--context",
-        type=checked(count),
-        default=512 if cuda else 20,
-        help="tokens in the cache before",
-    )
+    context = 512 if cuda else 20
+    add("--context", type=checked(count), default=context, help="tokens in the cache before")
     add("--missing", action="store_true", help="only what the record does not have")
     add("--output", type=Path, default=default_output(), help="folder of the records")
     add_time_budget(command, "start no case after this long")

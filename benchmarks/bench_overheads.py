@@ -24,6 +24,7 @@ from moe_ops.bench.command import (
     RECORDED,
     Lines,
     Recorder,
+    add_names,
     named_choice,
     one_or_more,
     parser,
@@ -180,22 +181,17 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME,..",
         help="bf16 or names in moe_ops.SCHEMES, which are measured warm (default: %(default)s)",
     )
-    command.add_argument(
-        "--impls",
-        type=one_or_more(named_choice("implementation", usable)),
-        default=",".join(("moe_ops", "moe_ops-compiled", *available())),
-        metavar="NAME,..",
-        help=f"among {', '.join(usable)} (of {', '.join(PEERS)} those that can run here; "
-        "default: %(default)s)",
+    default = ",".join(("moe_ops", "moe_ops-compiled", *available()))
+    text = (
+        f"among {', '.join(usable)} (of {', '.join(PEERS)} those that can run here; "
+        "default: %(default)s)"
     )
-    command.add_argument(
-        "--measures",
-        type=one_or_more(named_choice("measure", ("warm", "cold"))),
-        default="warm,cold",
-        metavar="NAME,..",
-        help="warm: host time and peak memory; cold: import, first call and torch.compile in "
-        "processes of their own, at the first of --tokens (default: %(default)s)",
+    add_names(command, "--impls", "implementation", usable, default, text)
+    text = (
+        "warm: host time and peak memory; cold: import, first call and torch.compile in "
+        "processes of their own, at the first of --tokens (default: %(default)s)"
     )
+    add_names(command, "--measures", "measure", ("warm", "cold"), "warm,cold", text)
     return command.parse_args(arguments)
 
 

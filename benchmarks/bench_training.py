@@ -38,7 +38,7 @@ from peers.trained import (
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import Recorder, named_choice, one_or_more, parser, print_row, progress
+from moe_ops.bench.command import Recorder, add_names, parser, print_row, progress
 from moe_ops.bench.harness import (
     KEY,
     Row,
@@ -385,14 +385,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--modes": ("modes", "mode", MODES, ",".join(MODES), ""),
     }  # fmt: skip
     for option, (dest, what, names, default, text) in lists.items():
-        command.add_argument(
-            option,
-            dest=dest,
-            type=one_or_more(named_choice(what, names)),
-            default=default,
-            metavar="NAME,..",
-            help=f"{text}(default: %(default)s)",
-        )
+        text += "(default: %(default)s)"
+        add_names(command, option, what, names, default, text, dest=dest)
     command.add_argument("--rank", type=int, default=16, help="of the adapter (default: 16)")
     command.add_argument("--main-grads", action="store_true", help="also add to float32: see above")
     args = command.parse_args(arguments)

@@ -129,14 +129,9 @@ def parser(
     result = Parser(prog, description, examples)
     many_tokens = tokens if cuda else cpu_tokens
     add_layer_options(result, timed if cuda else "tiny", many_tokens, many=True)
+    text = f"among {', '.join(ROUTINGS)} (default: %(default)s)"
+    add_names(result, "--routing", "routing", ROUTINGS, "uniform", text)
     add = result.add_argument
-    add(
-        "--routing",
-        type=one_or_more(named_choice("routing", ROUTINGS)),
-        default="uniform",
-        metavar="NAME,..",
-        help=f"among {', '.join(ROUTINGS)} (default: %(default)s)",
-    )
     add(
         "--device",
         type=checked(_this_machines),
@@ -261,6 +256,20 @@ def named_choice(what: str, names: Collection[str]) -> Callable[[str], str]:
         return text
 
     return read
+
+
+def add_names(
+    parser: argparse.ArgumentParser,
+    option: str,
+    what: str,
+    names: Collection[str],
+    default: str,
+    text: str,
+    dest: str | None = None,
+) -> None:
+    """Add an option for one or more of some names, with its default and its help."""
+    read = one_or_more(named_choice(what, names))
+    parser.add_argument(option, dest=dest, type=read, default=default, metavar="NAME,..", help=text)
 
 
 def count(text: str) -> int:

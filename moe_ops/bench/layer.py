@@ -17,9 +17,8 @@ import torch
 import moe_ops
 from moe_ops.bench.command import (
     Recorder,
+    add_names,
     add_scheme_option,
-    named_choice,
-    one_or_more,
     parser,
     print_row,
     progress,
@@ -208,13 +207,8 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     installed = ["moe_ops", *available()]
     add = command.add_argument
     add_scheme_option(command)
-    add(
-        "--impls",
-        type=one_or_more(named_choice("implementation", IMPLS)),
-        default=",".join(installed),
-        metavar="NAME,..",
-        help=f"among {', '.join(IMPLS)} (default: those that are installed)",
-    )
+    text = f"among {', '.join(IMPLS)} (default: those that are installed)"
+    add_names(command, "--impls", "implementation", IMPLS, ",".join(installed), text)
     add("--json", action="store_true", help="the record on stdout, the table on stderr")
     add("--profile", action="store_true", help="profile the stages of one call instead of timing")
     args = with_schemes(command.parse_args(arguments))

@@ -27,11 +27,10 @@ from moe_ops.activation import kind_and_key
 from moe_ops.bench.command import (
     Lines,
     Recorder,
+    add_names,
     add_scheme_option,
     checked,
     count,
-    named_choice,
-    one_or_more,
     parser,
     progress,
     with_schemes,
@@ -113,15 +112,10 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
 
 def add_rank_options(command: argparse.ArgumentParser, backends: Sequence[str]) -> None:
     """Add ``--ranks`` and ``--backend``, which takes one or more of these names."""
-    add = command.add_argument
-    add("--ranks", type=checked(count), default="2", metavar="R", help="GPUs (default: 2)")
-    add(
-        "--backend",
-        type=one_or_more(named_choice("backend", backends)),
-        default=",".join(backends),
-        metavar="NAME,..",
-        help=f"among {', '.join(backends)} (default: all)",
-    )
+    number = checked(count)
+    command.add_argument("--ranks", type=number, default="2", metavar="R", help="GPUs (default: 2)")
+    text = f"among {', '.join(backends)} (default: all)"
+    add_names(command, "--backend", "backend", backends, ",".join(backends), text)
 
 
 @torch.no_grad()
