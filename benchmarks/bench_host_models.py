@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,22 +151,21 @@ def timed(case: Case, impl: str, expected: Logits, copied: int = 0) -> Iterator[
         expected: logits of first steps.
         copied: bytes that each step copies, if they are the same in each.
     """
-    for routing in case.routings:
-        for m in case.batches:
-            routers = DrawnRouters(whole_models.moe_blocks(case.model), routing, m, DRAWS)
-            step = whole_models.decode(case.model, m, case.context)
+    for routing, m in product(case.routings, case.batches):
+        routers = DrawnRouters(whole_models.moe_blocks(case.model), routing, m, DRAWS)
+        step = whole_models.decode(case.model, m, case.context)
 
-            def call(routers: Any = routers, step: Any = step) -> Tensor:
-                routers.advance()
-                return step.call()
+        def call(routers: Any = routers, step: Any = step) -> Tensor:
+            routers.advance()
+            return step.call()
 
-            first = call().clone()
-            same = torch.equal(first, expected.setdefault((routing, m), first))
-            facts = measured(case, impl, call, copied)
-            tokens_per_s = 1e6 * m / facts["time_us"]
-            yield case.row(routing, m, impl, tokens_per_s=tokens_per_s, same_bits=same, **facts)
-            routers.remove()
-            bench_models.release()
+        first = call().clone()
+        same = torch.equal(first, expected.setdefault((routing, m), first))
+        facts = measured(case, impl, call, copied)
+        tokens_per_s = 1e6 * m / facts["time_us"]
+        yield case.row(routing, m, impl, tokens_per_s=tokens_per_s, same_bits=same, **facts)
+        routers.remove()
+        bench_models.release()
 
 
 def measured(case: Case, impl: str, call: Callable[[], Tensor], copied: int) -> dict[str, Any]:
@@ -230,9 +229,8 @@ def _accelerated(case: Case, expected: Logits) -> Iterator[HostModelRow]:
         if not isinstance(error, ImportError):
             traceback.print_exc()
         why = f"{type(error).__name__}: {bench_models.first_line(error)}"
-        for routing in case.routings:
-            for m in case.batches:
-                yield case.row(routing, m, ACCELERATE, skipped=why)
+        for routing, m in product(case.routings, case.batches):
+            yield case.row(routing, m, ACCELERATE, skipped=why)
 
 
 def build(name: str, layers: int | None, scheme: str, device: torch.device) -> Any:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -216,11 +217,10 @@ def _run(number: int, args: argparse.Namespace, store: str) -> None:
     dist.init_process_group(backend, f"file://{store}", rank=number, world_size=args.ranks)
     path = record_path(args.output, "training_ranks.json") if on_gpu else None
     recorder = Recorder(path, KEY, Lines(COLUMNS, vars))
-    for problem in args.problems:
-        for tokens in args.tokens:
-            for row in rows_of(problem, tokens, args.backend, device):
-                if number == 0:
-                    recorder.add([row])
+    for problem, tokens in product(args.problems, args.tokens):
+        for row in rows_of(problem, tokens, args.backend, device):
+            if number == 0:
+                recorder.add([row])
     dist.destroy_process_group()
 
 
