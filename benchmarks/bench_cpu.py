@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -157,14 +158,13 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add, text = parser.add_argument, "(default: %(default)s)"
     lists = {"steps": STEPS, "dtypes": DTYPES, "modes": MODES}
     for dest, names in lists.items():
-        read = one_or_more(named_choice(dest[:-1], {name: name for name in names}))
-        default = ",".join(names)
+        read, default = one_or_more(named_choice(dest[:-1], names)), ",".join(names)
         add(f"--{dest[:-1]}", dest=dest, type=read, default=default, metavar="..,", help=text)
     add("--layers", type=checked(count), help="build fewer layers; nothing is scaled up")
     add("--rounds", type=checked(count), default=30, help=f"rounds at least {text}")
     add(
         "--seconds",
-        type=checked(lambda value: command.finite_number(value, zero=True)),
+        type=checked(partial(command.finite_number, zero=True)),
         default=8.0,
         help=f"time of the rounds of a case {text}",
     )

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,18 +132,14 @@ def ready(
 def time_steps(run: Callable[[], Any], device: torch.device, steps: int) -> list[float]:
     """Microseconds of each step."""
     if device.type != "cuda":
-        stamps = [time.perf_counter()]
-        for _ in range(steps):
-            run()
-            stamps.append(time.perf_counter())
-        return [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+        return harness.wall_times(run, steps)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
         run()
         event.record()
     torch.cuda.synchronize(device)
-    return [1e3 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return [1e3 * start.elapsed_time(end) for start, end in pairwise(events)]
 
 
 def timed(case: Case, impl: str, expected: Logits, copied: int = 0) -> Iterator[HostModelRow]:
@@ -155,22 +151,21 @@ def timed(case: Case, impl: str, expected: Logits, copied: int = 0) -> Iterator[
         expected: logits of first steps.
         copied: bytes that each step copies, if they are the same in each.
     """
-    for routing in case.routings:
-        for m in case.batches:
-            routers = DrawnRouters(whole_models.moe_blocks(case.model), routing, m, DRAWS)
-            step = whole_models.decode(case.model, m, case.context)
+    for routing, m in product(case.routings, case.batches):
+        routers = DrawnRouters(whole_models.moe_blocks(case.model), routing, m, DRAWS)
+        step = whole_models.decode(case.model, m, case.context)
 
-            def call(routers: Any = routers, step: Any = step) -> Tensor:
-                routers.advance()
-                return step.call()
+        def call(routers: Any = routers, step: Any = step) -> Tensor:
+            routers.advance()
+            return step.call()
 
-            first = call().clone()
-            same = torch.equal(first, expected.setdefault((routing, m), first))
-            facts = measured(case, impl, call, copied)
-            tokens_per_s = 1e6 * m / facts["time_us"]
-            yield case.row(routing, m, impl, tokens_per_s=tokens_per_s, same_bits=same, **facts)
-            routers.remove()
-            bench_models.release()
+        first = call().clone()
+        same = torch.equal(first, expected.setdefault((routing, m), first))
+        facts = measured(case, impl, call, copied)
+        tokens_per_s = 1e6 * m / facts["time_us"]
+        yield case.row(routing, m, impl, tokens_per_s=tokens_per_s, same_bits=same, **facts)
+        routers.remove()
+        bench_models.release()
 
 
 def measured(case: Case, impl: str, call: Callable[[], Tensor], copied: int) -> dict[str, Any]:
@@ -234,9 +229,8 @@ def _accelerated(case: Case, expected: Logits) -> Iterator[HostModelRow]:
         if not isinstance(error, ImportError):
             traceback.print_exc()
         why = f"{type(error).__name__}: {bench_models.first_line(error)}"
-        for routing in case.routings:
-            for m in case.batches:
-                yield case.row(routing, m, ACCELERATE, skipped=why)
+        for routing, m in product(case.routings, case.batches):
+            yield case.row(routing, m, ACCELERATE, skipped=why)
 
 
 def build(name: str, layers: int | None, scheme: str, device: torch.device) -> Any:
@@ -254,10 +248,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(None, __doc__ or "")
     add, text = parser.add_argument, "(default: %(default)s)"
     lists = {
-        "models": ("model", {n: n for n in SPECS}, ",".join(CASES if cuda else TINY_CASES)),
+        "models": ("model", SPECS, ",".join(CASES if cuda else TINY_CASES)),
         "schemes": ("scheme", command.RECORDED, None),
-        "routings": ("routing", {n: n for n in ROUTINGS}, ",".join(ROUTINGS)),
-        "impls": ("implementation", {n: n for n in IMPLS}, ",".join(IMPLS)),
+        "routings": ("routing", ROUTINGS, ",".join(ROUTINGS)),
+        "impls": ("implementation", IMPLS, ",".join(IMPLS)),
     }
     for dest, (what, names, default) in lists.items():
         option = "--impls" if dest == "impls" else f"--{dest[:-1]}"
@@ -266,21 +260,12 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(option, dest=dest, type=read, default=default, metavar="..,", help=shown)
     share = "experts on the GPU, such as 0.25 (default: as in the guide's table)"
     add("--resident", type=checked(command.amount), metavar="SHARE", help=share)
+    number, context, steps = checked(count), 512 if cuda else 20, 128 if cuda else 6
     batches = "1,8" if cuda else "1"
     add("--batches", type=one_or_more(count), default=batches, metavar="M,..", help=text)
-    add("--layers", type=checked(count), help="build fewer layers; nothing is scaled up")
-    add(
-        "--context",
-        type=checked(count),
-        default=512 if cuda else 20,
-        help=f"cached tokens {text}",
-    )
-    add(
-        "--steps",
-        type=checked(count),
-        default=128 if cuda else 6,
-        help=f"timed steps {text}",
-    )
+    add("--layers", type=number, help="build fewer layers; nothing is scaled up")
+    add("--context", type=number, default=context, help=f"cached tokens {text}")
+    add("--steps", type=number, default=steps, help=f"timed steps {text}")
     add("--output", type=Path, default=harness.default_output(), help="folder of the records")
     command.add_time_budget(parser, "start no model after this long")
     return parser.parse_args(arguments)

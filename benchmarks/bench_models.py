@@ -199,7 +199,7 @@ def time_case(
     return part.row(
         case,
         tokens_per_s=1e6 * step.tokens / timing.time_us,
-        **{name: getattr(timing, name) for name in ("time_us", "p10_us", "p90_us", "runs")},
+        **timing.times,
         peak_bytes=peak,
         weight_bytes=whole_models.size_of(model),
         rel_diff=None if logits is None else relative_error(timing.output, logits),
@@ -265,11 +265,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = command.add_argument
     real = ("qwen3-30b-a3b", "gpt-oss-120b")
     lists = {
-        "--model": ("models", named_choice("model", {n: n for n in SPECS}),
+        "--model": ("models", named_choice("model", SPECS),
                     ",".join(real if cuda else [n for n in SPECS if n not in real])),
         "--scheme": ("schemes", named_choice("scheme", RECORDED), ",".join(SCHEMES)),
         "--impls": ("impls", named_choice("implementation", IMPLS), ",".join(IMPLS)),
-        "--modes": ("modes", named_choice("mode", {n: n for n in MODES}), ",".join(MODES)),
+        "--modes": ("modes", named_choice("mode", MODES), ",".join(MODES)),
         "--batches": ("batches", count, "1,8,64" if cuda else "1,3"),
         "--prefill": ("prefill", count, "4096" if cuda else "40"),
     }  # fmt: skip
@@ -278,16 +278,14 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(option, dest=dest, type=one_or_more(read), default=default, metavar="..,", help=text)
     add("--no-prefill", dest="prefill", action="store_const", const=[], help="decode only")
     add("--layers", type=checked(count), help="build fewer layers; nothing is scaled up")
-    add(
-        "--context",
-        type=checked(count),
-        default=512 if cuda else 20,
-        help="tokens in the cache before",
-    )
+    context = 512 if cuda else 20
+    add("--context", type=checked(count), default=context, help="tokens in the cache before")
     add("--missing", action="store_true", help="only what the record does not have")
     add("--output", type=Path, default=default_output(), help="folder of the records")
     add_time_budget(command, "start no case after this long")
-    return command.parse_args(arguments)
+    args = command.parse_args(arguments)
+    args.impls = [IMPLS[name] for name in args.impls]
+    return args
 
 
 def keys_in(path: Path | None) -> set[tuple[Any, ...]]:

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -25,12 +24,13 @@ from moe_ops.bench.command import (
     RECORDED,
     Lines,
     Recorder,
+    add_names,
     named_choice,
     one_or_more,
     parser,
     recorded_name,
 )
-from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path
+from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path, wall_times
 from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
 from moe_ops.bench.peers import available
 from moe_ops.bench.problems import Call, Experts, Inputs, Problem, make_experts, make_inputs
@@ -95,11 +95,7 @@ def host_time(case: Case, impl: str, call: Call) -> Overhead:
     times = []
     for _ in range(BATCHES):
         _synchronize(case)
-        stamps = [time.perf_counter()]
-        for _ in range(CALLS):
-            call()
-            stamps.append(time.perf_counter())
-        times += [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+        times += wall_times(call, CALLS)
     _synchronize(case)
     deciles = statistics.quantiles(times, n=10, method="inclusive")
     spread = {"p10": deciles[0], "p90": deciles[-1], "runs": len(times)}
@@ -185,22 +181,17 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME,..",
         help="bf16 or names in moe_ops.SCHEMES, which are measured warm (default: %(default)s)",
     )
-    command.add_argument(
-        "--impls",
-        type=one_or_more(named_choice("implementation", {name: name for name in usable})),
-        default=",".join(("moe_ops", "moe_ops-compiled", *available())),
-        metavar="NAME,..",
-        help=f"among {', '.join(usable)} (of {', '.join(PEERS)} those that can run here; "
-        "default: %(default)s)",
+    default = ",".join(("moe_ops", "moe_ops-compiled", *available()))
+    text = (
+        f"among {', '.join(usable)} (of {', '.join(PEERS)} those that can run here; "
+        "default: %(default)s)"
     )
-    command.add_argument(
-        "--measures",
-        type=one_or_more(named_choice("measure", {name: name for name in ("warm", "cold")})),
-        default="warm,cold",
-        metavar="NAME,..",
-        help="warm: host time and peak memory; cold: import, first call and torch.compile in "
-        "processes of their own, at the first of --tokens (default: %(default)s)",
+    add_names(command, "--impls", "implementation", usable, default, text)
+    text = (
+        "warm: host time and peak memory; cold: import, first call and torch.compile in "
+        "processes of their own, at the first of --tokens (default: %(default)s)"
     )
+    add_names(command, "--measures", "measure", ("warm", "cold"), "warm,cold", text)
     return command.parse_args(arguments)
 
 

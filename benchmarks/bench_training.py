@@ -38,7 +38,7 @@ from peers.trained import (
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import Recorder, named_choice, one_or_more, parser, print_row, progress
+from moe_ops.bench.command import Recorder, add_names, parser, print_row, progress
 from moe_ops.bench.harness import (
     KEY,
     Row,
@@ -332,7 +332,7 @@ def rows_of(case: Case, impl: str, modes: Sequence[str]) -> Iterator[TrainingRow
             len(case.inputs.x),
             impl,
             case.routing,
-            *timing[:4],
+            **timing.times,
             rel_err=max(errors.values()),
             floor_us=floor_us(case.nbytes, case.flops),
             config={**config, "errors": errors},
@@ -377,25 +377,16 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     usable = [impl for impl in IMPLS if impl not in MAIN_GRADS and missing(impl) is None]
     frozen = [name for name, s in moe_ops.SCHEMES.items() if s.weight and s.activation is None]
-    schemes = {name: name for name in ("bf16", *frozen)}
     lists = {
-        "--trained": ("trained", named_choice("choice", {n: n for n in TRAINED}),
-                      ",".join(TRAINED), ""),
-        "--scheme": ("schemes", named_choice("scheme", schemes), "bf16,mxfp4_w4a16",
+        "--trained": ("trained", "choice", TRAINED, ",".join(TRAINED), ""),
+        "--scheme": ("schemes", "scheme", ("bf16", *frozen), "bf16,mxfp4_w4a16",
                      "of frozen weights under adapters; bf16 is also that of `all` "),
-        "--impls": ("impls", named_choice("implementation", {n: n for n in usable}),
-                    ",".join(usable), ""),
-        "--modes": ("modes", named_choice("mode", {n: n for n in MODES}), ",".join(MODES), ""),
+        "--impls": ("impls", "implementation", usable, ",".join(usable), ""),
+        "--modes": ("modes", "mode", MODES, ",".join(MODES), ""),
     }  # fmt: skip
-    for option, (dest, read, default, text) in lists.items():
-        command.add_argument(
-            option,
-            dest=dest,
-            type=one_or_more(read),
-            default=default,
-            metavar="NAME,..",
-            help=f"{text}(default: %(default)s)",
-        )
+    for option, (dest, what, names, default, text) in lists.items():
+        text += "(default: %(default)s)"
+        add_names(command, option, what, names, default, text, dest=dest)
     command.add_argument("--rank", type=int, default=16, help="of the adapter (default: 16)")
     command.add_argument("--main-grads", action="store_true", help="also add to float32: see above")
     args = command.parse_args(arguments)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,13 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import checked, count, named_choice, one_or_more, parser, print_row
-from moe_ops.bench.harness import record_path, relative_error, write_rows
+from moe_ops.bench.command import Lines, Recorder, parser
+from moe_ops.bench.harness import record_path, relative_error
 from moe_ops.bench.problems import SEED, Experts, Problem, make_experts, make_inputs
-from moe_ops.bench.ranks import ONE_GPU, slowest
+from moe_ops.bench.ranks import ONE_GPU, add_rank_options, slowest
 
-BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter")}
+KEY = ("shape", "M", "impl", "ranks")
+BACKENDS = ("symmetric", "allgather_reducescatter")
 WARM_UPS, STEPS = 5, 20
 MAX_REL_ERR = 0.02
 """Largest relative error of the output and of each gradient."""
@@ -197,16 +199,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     command = parser(__doc__ or "", tokens="8192", models="qwen3-30b")
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument(
-        "--ranks", type=checked(count), default="2", metavar="R", help="GPUs (default: 2)"
-    )
-    command.add_argument(
-        "--backend",
-        type=one_or_more(named_choice("backend", BACKENDS)),
-        default=",".join(BACKENDS),
-        metavar="NAME,..",
-        help=f"among {', '.join(BACKENDS)} (default: all)",
-    )
+    add_rank_options(command, BACKENDS)
     args = command.parse_args(arguments)
     for problem in args.problems:
         if problem.num_experts % args.ranks:
@@ -222,15 +215,12 @@ def _run(number: int, args: argparse.Namespace, store: str) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, f"file://{store}", rank=number, world_size=args.ranks)
-    path, rows = record_path(args.output, "training_ranks.json") if on_gpu else None, []
-    for problem in args.problems:
-        for tokens in args.tokens:
-            for row in rows_of(problem, tokens, args.backend, device):
-                rows.append(row)
-                if number == 0:
-                    print_row(vars(row), COLUMNS, head=len(rows) == 1)
-                    if path is not None:
-                        write_rows(path, rows, ("shape", "M", "impl", "ranks"))
+    path = record_path(args.output, "training_ranks.json") if on_gpu else None
+    recorder = Recorder(path, KEY, Lines(COLUMNS, vars))
+    for problem, tokens in product(args.problems, args.tokens):
+        for row in rows_of(problem, tokens, args.backend, device):
+            if number == 0:
+                recorder.add([row])
     dist.destroy_process_group()
 
 

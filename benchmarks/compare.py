@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ops.bench.command import print_row
+from tables import RESULTS
 
-RESULTS = Path(__file__).with_name("results")
+from moe_ops.bench.command import Lines
+
 WIDTHS = {
     "scheme": 16, "shape": 14, "M": 6, "time_us": 9, "x floor": 8, "x vllm": 8, "best_peer": 26,
     "x best": 8, "goal_us": 8, "x goal": 8,
@@ -90,8 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = compared(record, targets, args.impl)
     if not cells:
         raise SystemExit(f"no row of {args.impl} with uniform routing is in {args.targets.name}")
-    for number, cell in enumerate(cells):
-        print_row(cell, WIDTHS, head=number == 0)
+    Lines(WIDTHS, dict)(cells, head=True)
     print(f"\n{len(cells)} cells of {record['gpu']}\n{summary(cells)}")
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from transformers import AutoTokenizer
 from transformers import logging as transformers_logging
 
-from moe_ops.bench.command import print_row, progress
+from moe_ops.bench.command import Lines, progress
 from moe_ops.demo import MODEL
 from moe_ops.demo.program import Program, load
 
@@ -202,8 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     rows = measured(args.prompts, args.written, args.steps)
-    for row in rows:
-        print_row(row, WIDTHS, head=row is rows[0])
+    Lines(WIDTHS, dict)(rows, head=True)
     if args.output:
         record = {"torch": torch.__version__, "prompts": args.prompts, "written": args.written,
                   "rows": rows}  # fmt: skip

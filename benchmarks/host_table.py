@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tables import markdown
+from tables import RESULTS, markdown
 
 from moe_ops.bench.problems import load_problems
 from moe_ops.scheme import SCHEMES
@@ -23,7 +23,6 @@ HOSTED = (
 """Models that may be larger than a GPU: name, layers with experts, schemes."""
 GPU_SIZES, FOR_THE_REST = (16, 24, 48, 80, 141), 6
 """Gigabytes of GPUs, and what is left for all but the experts."""
-RESULTS = Path(__file__).parent / "results"
 
 
 def table() -> str:

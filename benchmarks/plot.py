@@ -16,7 +16,7 @@ except ImportError:
 import models_report
 import roofline
 from report import ESTIMATE
-from tables import OURS
+from tables import OURS, RESULTS
 
 COLUMNS = 3
 MODE = "captured"
@@ -103,8 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Plot every scheme and routing of every record under the output folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     output_help = "folder of the records, which the plots go beside (default: benchmarks/results)"
-    output = Path(__file__).with_name("results")
-    parser.add_argument("--output", type=Path, default=output, help=output_help)
+    parser.add_argument("--output", type=Path, default=RESULTS, help=output_help)
     folder = parser.parse_args(arguments).output
     records = sorted(folder.glob("*/layer.json"))
     if not records:

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers import logging as transformers_logging
 
 import moe_ops
+from moe_ops.bench.command import checked
 from moe_ops.demo import MODEL
 from moe_ops.version import __version__
 
@@ -204,14 +205,6 @@ def measure(
     ]
 
 
-def scheme_name(name: str) -> str:
-    """Check a scheme's name for argparse."""
-    try:
-        return moe_ops.get_scheme(name).name
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def main() -> None:
     """Measure, print the table, and write the requested files."""
     parser = argparse.ArgumentParser(
@@ -219,6 +212,7 @@ def main() -> None:
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="(default: %(default)s)")
+    scheme_name = checked(lambda name: moe_ops.get_scheme(name).name)
     named = {"type": scheme_name, "nargs": "+", "metavar": "NAME"}
     parser.add_argument("--schemes", **named, default=[*moe_ops.SCHEMES], help="(default: all)")
     parser.add_argument("--tokens", type=int, help="read this many at most (default: all)")

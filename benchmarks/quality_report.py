@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 try:
@@ -13,11 +14,10 @@ try:
 except ImportError:  # a table needs none
     plt = None
 
-from tables import Record, markdown
+from tables import RESULTS, Record, markdown
 
 from moe_ops import Quant, get_scheme
 
-RESULTS = Path(__file__).with_name("results")
 LEGEND = """\
 `moe_ops/demo/model` with its experts quantized. KL: how far distributions of the next token are on
 average from those of the unquantized model; beside it, how often first choices are the same.
@@ -174,11 +174,7 @@ def spread(places: list[float], gap: float) -> list[float]:
     pools: list[list[float]] = []
     for index, place in enumerate(places):
         pools.append([place - index * gap])
-        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
             pools[-2:] = [pools[-2] + pools[-1]]
-    means = [_mean(pool) for pool in pools for _ in pool]
+    means = [fmean(pool) for pool in pools for _ in pool]
     return [mean + index * gap for index, mean in enumerate(means)]
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)

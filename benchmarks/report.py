@@ -12,11 +12,11 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import geometric_mean
 
+import models_report
 import peers_report
-from tables import OURS, TOKENS, Record, cell, is_ours, markdown, source
+from tables import OURS, RESULTS, TOKENS, Record, cell, is_ours, markdown, source
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
-RESULTS = Path(__file__).with_name("results")
 INVARIANT = "moe_ops-invariant"
 ESTIMATE = "estimate"
 """What the GPU's measured rates allow: `floor_us` of a record. A GPU may be a little faster."""
@@ -150,8 +150,8 @@ def models_headline(records: list[Record]) -> str:
 
 
 def _models_headline(record: Record) -> list[str]:
-    rows = [r for r in record["rows"] if r["mode"] == "captured" and r["skipped"] is None]
-    cases = sorted({(r["phase"], r["M"]) for r in rows})
+    rows = [row for row in models_report.timed(record) if row["mode"] == "captured"]
+    cases = models_report.cases_of(rows)
     speed = {
         (r["model"], r["scheme"], r["impl"], r["phase"], r["M"]): r["tokens_per_s"] for r in rows
     }

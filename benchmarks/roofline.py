@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
+from tables import OURS
 
 from moe_ops.bench.harness import HARDWARE
 from moe_ops.bench.problems import Problem, load_problems, read_scheme
 from moe_ops.inspect.costs import math_of
 from moe_ops.scheme import Scheme
 
-OURS = "moe_ops"
 MARKERS = "os^Dv<>PX*hpd8"
 """Markers by implementation: the first, filled, is this library's; the others are hollow."""
 COLORS = (*(f"C{i}" for i in range(10)), "navy", "gold", "darkgreen", "magenta")

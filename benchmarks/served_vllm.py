@@ -282,10 +282,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     named = {f"{case.model}:{case.scheme}": case for case in (*CASES, TINY)}
     usual = [name for name, case in named.items() if (case is TINY) != cuda]
-    impl = command.named_choice("implementation", {name: name for name in SWITCH})
     lists = {
         "cases": (command.named_choice("case", named), ",".join(usual)),
-        "impls": (impl, ",".join(SWITCH)),
+        "impls": (command.named_choice("implementation", SWITCH), ",".join(SWITCH)),
         "batches": (command.count, "1,8,64" if cuda else "1,4"),
         "prefill": (command.count, "8192" if cuda else "1024"),
     }
@@ -304,6 +303,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=default_output(), help="folder of the records")
     command.add_time_budget(parser, "start no case after this long")
     args = parser.parse_args(arguments)
+    args.cases = [named[name] for name in args.cases]
     if args.parallel and args.gpus == 1:
         parser.error("--parallel needs --gpus of at least 2")
     args.parallel = "" if args.gpus == 1 else args.parallel or "tensor"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -65,11 +64,6 @@ def compare(both: list[Served], cell: int, tokens: int, rounds: int) -> dict[str
     return {"before_us": before, "after_us": after, "ratio": after / before}
 
 
-def geometric_mean(ratios: list[float]) -> float:
-    """The geometric mean of positive numbers."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def main() -> None:
     """Time every cell of every shape, print what is slower, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -98,7 +92,7 @@ def main() -> None:
         for served in both:
             served.close()
     ratios = [row["ratio"] for row in rows]
-    print(f"geometric mean {geometric_mean(ratios):.4f}, largest {max(ratios):.3f}")
+    print(f"geometric mean {statistics.geometric_mean(ratios):.4f}, largest {max(ratios):.3f}")
     if options.output:
         options.output.write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1) + "\n")
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import truediv
+from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).with_name("results")
+"""Folder of the records."""
 OURS = "moe_ops"
 TOKENS = (1, 8, 64, 512, 4096, 16384)
 Record = dict[str, Any]

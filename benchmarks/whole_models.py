@@ -336,9 +336,8 @@ def _masks(config: Any, full: Tensor | None, sliding: Tensor | None) -> dict[str
 def _added(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if hidden is None:
         return None
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-        hidden, torch.finfo(dtype).min
-    )[None, None]
+    zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return zeros.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
 
 
 @contextmanager

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.bench.peers import PEERS, Peer
-from moe_ops.bench.problems import Call, Experts, Inputs, Problem
-from moe_ops.scheme import get_scheme
+from moe_ops.bench.problems import Call, Experts, Inputs, Problem, read_scheme
 from peers import humming, sglang, vllm, vllm_methods
 from peers.installed import lacks, package, reason
 
@@ -96,7 +95,7 @@ def hub_kernel(name: str) -> str | None:
 def whole_groups(scheme: str, problem: Problem, tokens: int) -> bool:
     """Whether groups and square blocks that share a scale divide the weights' sizes."""
     del tokens
-    quant = None if scheme == "bf16" else get_scheme(scheme).weight
+    quant = read_scheme(scheme).weight
     columns = 1 if quant is None else max(1, quant.group.cols)
     return not (problem.hidden_size % columns or problem.intermediate_size % columns)
 

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -42,7 +42,7 @@ OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
 }
 """Options that describe one layer without a known name: reader, metavar and help."""
 SCHEME_NAMES = ", ".join(SCHEMES)
-RECORDED = {name: name for name in ("bf16", *SCHEMES) if name != UNQUANTIZED.name}
+RECORDED = ("bf16", *(name for name in SCHEMES if name != UNQUANTIZED.name))
 """The schemes by their names in the benchmark records."""
 
 
@@ -129,14 +129,9 @@ def parser(
     result = Parser(prog, description, examples)
     many_tokens = tokens if cuda else cpu_tokens
     add_layer_options(result, timed if cuda else "tiny", many_tokens, many=True)
+    text = f"among {', '.join(ROUTINGS)} (default: %(default)s)"
+    add_names(result, "--routing", "routing", ROUTINGS, "uniform", text)
     add = result.add_argument
-    add(
-        "--routing",
-        type=one_or_more(_routing),
-        default="uniform",
-        metavar="NAME,..",
-        help=f"among {', '.join(ROUTINGS)} (default: %(default)s)",
-    )
     add(
         "--device",
         type=checked(_this_machines),
@@ -252,18 +247,29 @@ def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     return read_all
 
 
-def named_choice(what: str, choices: dict[str, Value]) -> Callable[[str], Value]:
-    """A reader of one of the names in ``choices``."""
+def named_choice(what: str, names: Collection[str]) -> Callable[[str], str]:
+    """A reader of one of some names."""
 
-    def read(text: str) -> Value:
-        if text not in choices:
-            raise ValueError(unknown(what, text, choices))
-        return choices[text]
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError(unknown(what, text, names))
+        return text
 
     return read
 
 
-_routing = named_choice("routing", {name: name for name in ROUTINGS})
+def add_names(
+    parser: argparse.ArgumentParser,
+    option: str,
+    what: str,
+    names: Collection[str],
+    default: str,
+    text: str,
+    dest: str | None = None,
+) -> None:
+    """Add an option for one or more of some names, with its default and its help."""
+    read = one_or_more(named_choice(what, names))
+    parser.add_argument(option, dest=dest, type=read, default=default, metavar="NAME,..", help=text)
 
 
 def count(text: str) -> int:

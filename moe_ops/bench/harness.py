@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +73,11 @@ class Timing(NamedTuple):
     p90_us: float
     runs: int
     output: Any
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """All but the output, as the fields of a `Row`."""
+        return {name: value for name, value in self._asdict().items() if name != "output"}
 
 
 def measure(
@@ -157,23 +163,24 @@ def _flush_buffer(device: torch.device) -> Tensor:
 
 
 def _eager(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
-    for _ in range(_WARM_UPS if device.type == "cuda" else 1):
+    def finished() -> Any:
         output = call()
-
-    def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        return output
 
-    def time_calls(count: int) -> list[float]:
-        wait()
-        stamps = [time.perf_counter()]
-        for _ in range(count):
-            call()
-            wait()
-            stamps.append(time.perf_counter())
-        return [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+    for _ in range(_WARM_UPS if device.type == "cuda" else 1):
+        output = finished()
+    return partial(wall_times, finished), output
 
-    return time_calls, output
+
+def wall_times(call: Callable[[], Any], count: int) -> list[float]:
+    """Microseconds of each of ``count`` calls, one after the other, by the wall clock."""
+    stamps = [time.perf_counter()]
+    for _ in range(count):
+        call()
+        stamps.append(time.perf_counter())
+    return [1e6 * (end - start) for start, end in pairwise(stamps)]
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:

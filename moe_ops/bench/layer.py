@@ -17,9 +17,8 @@ import torch
 import moe_ops
 from moe_ops.bench.command import (
     Recorder,
+    add_names,
     add_scheme_option,
-    named_choice,
-    one_or_more,
     parser,
     print_row,
     progress,
@@ -28,7 +27,6 @@ from moe_ops.bench.command import (
 from moe_ops.bench.harness import (
     KEY,
     Row,
-    Timing,
     default_device,
     floor_us,
     measure,
@@ -153,7 +151,7 @@ def time_case(case: Case, impl: str) -> Row:
     return Row(
         **case.key,
         impl=impl,
-        **_times(timing),
+        **timing.times,
         rel_err=error,
         floor_us=layer_floor_us(case.problem, experts, inputs),
         config=config_of(impl, case.problem, experts, inputs),
@@ -164,10 +162,6 @@ def profile_case(case: Case, impl: str) -> ProfileRow:
     """Profile one implementation's call."""
     call = IMPLS[impl](case.experts, case.inputs)
     return profile_row({**case.key, "impl": impl}, call, case.inputs.x.device)
-
-
-def _times(timing: Timing) -> dict[str, Any]:
-    return {name: value for name, value in timing._asdict().items() if name != "output"}
 
 
 def print_times(rows: list[Row], *, head: bool) -> None:
@@ -210,17 +204,11 @@ EXAMPLES = (
 def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     """Parse the command line; for an unknown name exits with 2 and prints the known names."""
     command = parser(__doc__ or "", "1,8,64,512,4096,16384", prog=prog, examples=EXAMPLES)
-    impls = {impl: impl for impl in IMPLS}
     installed = ["moe_ops", *available()]
     add = command.add_argument
     add_scheme_option(command)
-    add(
-        "--impls",
-        type=one_or_more(named_choice("implementation", impls)),
-        default=",".join(installed),
-        metavar="NAME,..",
-        help=f"among {', '.join(IMPLS)} (default: those that are installed)",
-    )
+    text = f"among {', '.join(IMPLS)} (default: those that are installed)"
+    add_names(command, "--impls", "implementation", IMPLS, ",".join(installed), text)
     add("--json", action="store_true", help="the record on stdout, the table on stderr")
     add("--profile", action="store_true", help="profile the stages of one call instead of timing")
     args = with_schemes(command.parse_args(arguments))

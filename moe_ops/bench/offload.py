@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -30,7 +29,7 @@ from moe_ops.bench.command import (
     progress,
     with_schemes,
 )
-from moe_ops.bench.harness import captured, default_device, measure, record_path
+from moe_ops.bench.harness import captured, default_device, measure, record_path, wall_times
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
 from moe_ops.pipeline.gemms import expert_weights
@@ -39,7 +38,8 @@ from moe_ops.residency import Amount, parse_amount
 
 STEPS = 64
 """Routings of a sequence."""
-ENGINE_COPIES = 10
+WARM_UPS, ENGINE_COPIES = 3, 10
+"""Untimed and timed copies."""
 KEY = ("scheme", "shape", "M", "routing", "resident")
 WIDTHS = {
     "scheme": 15, "shape": 16, "M": 6, "routing": 8, "resident": 8, "all_us": 9, "hits_us": 9,
@@ -153,9 +153,7 @@ def _sequence(
 
 def _call_us(run: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
-        began = time.perf_counter()
-        run()
-        return 1e6 * (time.perf_counter() - began)
+        return wall_times(run, 1)[0]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -168,12 +166,11 @@ def _engine(size: float, device: torch.device) -> float:
     """Gigabytes per second of plain copies of ``size`` bytes from pinned memory."""
     source = torch.empty(int(size), dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
-    times = [_call_us(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3)]
-    times += [
+    times = [
         _call_us(lambda: target.copy_(source, non_blocking=True), device)
-        for _ in range(ENGINE_COPIES)
+        for _ in range(WARM_UPS + ENGINE_COPIES)
     ]
-    return size / statistics.median(times[3:]) / 1e3
+    return size / statistics.median(times[WARM_UPS:]) / 1e3
 
 
 def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:

@@ -25,17 +25,17 @@ import moe_ops
 from moe_ops import ops, pipeline
 from moe_ops.activation import kind_and_key
 from moe_ops.bench.command import (
+    Lines,
+    Recorder,
+    add_names,
     add_scheme_option,
     checked,
     count,
-    named_choice,
-    one_or_more,
     parser,
-    print_row,
     progress,
     with_schemes,
 )
-from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
+from moe_ops.bench.harness import evict_cache, record_path, relative_error
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
 from moe_ops.parallel import determine_expert_map, determine_expert_ranks
@@ -44,12 +44,13 @@ from moe_ops.tensors import QTensor
 
 BATCHED, MOST_BATCHED = "symmetric_batched", 128
 """The exchange in the Batched format, which is for few tokens."""
-BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter", BATCHED)}
+BACKENDS = ("symmetric", "allgather_reducescatter", BATCHED)
 CHAIN, REPLAYS, WARM_UPS = 20, 40, 5
 """Exchanges of a graph that times exchanges; timed and untimed replays."""
 LAUNCHES = 2_000_000
 """Cycles of a GPU, about 1 ms, in which its host launches a timed replay and the barrier."""
 ONE_GPU = "one GPU"
+KEY = ("scheme", "shape", "M", "impl", "ranks")
 COLUMNS = {
     "shape": 14, "scheme": 13, "M": 6, "impl": 24, "send_us": 8, "return_us": 9, "time_us": 9,
     "tokens_per_s": 12, "rel_err": 8,
@@ -104,17 +105,17 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
 def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     """The command's options."""
     result = parser("Time layers whose experts are spread over GPUs.", "8,64,512,4096", prog=prog)
-    add = result.add_argument
-    add("--ranks", type=checked(count), default="2", metavar="R", help="GPUs (default: 2)")
+    add_rank_options(result, BACKENDS)
     add_scheme_option(result)
-    add(
-        "--backend",
-        type=one_or_more(named_choice("backend", BACKENDS)),
-        default=",".join(BACKENDS),
-        metavar="NAME,..",
-        help=f"among {', '.join(BACKENDS)} (default: all)",
-    )
     return with_schemes(result.parse_args(arguments))
+
+
+def add_rank_options(command: argparse.ArgumentParser, backends: Sequence[str]) -> None:
+    """Add ``--ranks`` and ``--backend``, which takes one or more of these names."""
+    number = checked(count)
+    command.add_argument("--ranks", type=number, default="2", metavar="R", help="GPUs (default: 2)")
+    text = f"among {', '.join(backends)} (default: all)"
+    add_names(command, "--backend", "backend", backends, ",".join(backends), text)
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def _run_rank(number: int, args: argparse.Namespace, store: str) -> None:
     dist.init_process_group("nccl", f"file://{store}", rank=number, world_size=args.ranks)
     rank = Rank(number, args.ranks, device, _barrier(args.ranks, device))
     path = record_path(args.output, f"ranks_{args.ranks}.json")
-    rows, head = [], True
+    recorder = Recorder(path, KEY, Lines(COLUMNS, vars))
     for problem in args.problems:
         for scheme in args.schemes:
             if number == 0:
@@ -132,13 +133,9 @@ def _run_rank(number: int, args: argparse.Namespace, store: str) -> None:
             experts = make_experts(problem, scheme, device)
             exchanges = {b: _exchange(problem, b, max(args.tokens), rank) for b in args.backend}
             for tokens in args.tokens:
-                for row in _case(problem, scheme, experts, tokens, exchanges, rank):
-                    rows.append(row)
-                    if number == 0:
-                        print_row(vars(row), COLUMNS, head=head)
-                        head = False
-                        if path is not None:
-                            write_rows(path, rows, ("scheme", "shape", "M", "impl", "ranks"))
+                rows = _case(problem, scheme, experts, tokens, exchanges, rank)
+                if number == 0:
+                    recorder.add(rows)
             del experts, exchanges
             torch.cuda.empty_cache()
     dist.destroy_process_group()

@@ -71,9 +71,7 @@ def activation_of(experts: Any) -> Activation | None:
     names = attributes_read(gate, inner, absent)
     while names is not None and any(_value(experts, name) is None for name in names):
         absent += tuple(name for name in names if _value(experts, name) is None)
-        names = attributes_read(
-            gate, inner, absent
-        )  # a gate may branch on attributes that are None
+        names = attributes_read(gate, inner, absent)  # a gate may branch on what is None
     if names is None:
         return None
     values = []

@@ -71,6 +71,7 @@ def from_pretrained(
         NotImplementedError: an argument in `OF_RANKS`; ``resident_experts`` with a ``device_map``
             of several devices.
     """
+    auto_class = auto_class or transformers.AutoModelForCausalLM
     if resident_experts is not None:
         parse_amount("resident_experts", resident_experts, [])
         device = _one_device(arguments.pop("device_map", None))
@@ -79,9 +80,8 @@ def from_pretrained(
         targets = list(found_in(model, FINDERS))
         counts = resident_counts(targets, "resident_experts", resident_experts)
         both = zip(targets, counts, strict=True)
-        put_on_host(
-            [pair for pair in both if pair[0].host_experts() is None], device, progress=True
-        )
+        left = [pair for pair in both if pair[0].host_experts() is None]
+        put_on_host(left, device, progress=True)
         return model.to(device)
     return _quantized_model(path, auto_class, arguments)
 
@@ -117,7 +117,6 @@ def _loaded(path: Any, auto_class: Any, arguments: dict[str, Any]) -> Any:
     if hasattr(config, RECORD):
         return _quantized_model(path, auto_class, arguments)
     _check_arguments(arguments, ())
-    auto_class = auto_class or transformers.AutoModelForCausalLM
     return auto_class.from_pretrained(path, **{**arguments, "experts_implementation": NAME})
 
 
@@ -132,7 +131,6 @@ def _quantized_model(path: Any, auto_class: Any, arguments: dict[str, Any]) -> A
     config = copy.deepcopy(config)
     read_record(config)
     config.quantization_config = {"quant_method": NAME}
-    auto_class = auto_class or transformers.AutoModelForCausalLM
     try:
         return auto_class.from_pretrained(path, config=config, **arguments)
     except JSONDecodeError:

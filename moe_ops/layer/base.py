@@ -208,10 +208,6 @@ class ExpertLayer(nn.Module):
             batch_invariant=self.batch_invariant,
         )
 
-    def held_placement(self) -> ExpertPlacement:
-        """Return the placement with the logical experts that the rows hold now."""
-        return self.state.held_placement()
-
     def extra_repr(self) -> str:
         """Sizes, ranks, scheme and routing."""
         parallel, sizes, routing = self.moe_parallel_config, self.sizes, self.routing

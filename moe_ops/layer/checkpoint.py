@@ -18,7 +18,7 @@ from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.rank_checks import check_own_weights, is_cut
-from moe_ops.layer.shared import shared_hint
+from moe_ops.layer.shared import listed, shared_hint
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import FP8, PLAIN
 from moe_ops.loading.declared import layout_of
@@ -26,9 +26,6 @@ from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import LAYOUTS, CheckpointLayout, parent_of, prefixes_of
 from moe_ops.loading.patterns import ExpertNames
 from moe_ops.loading.sources import Opened, Source, open_source
-
-SHOWN = 4
-"""Number of names of each kind that an error quotes."""
 
 
 class LoadReport(NamedTuple):
@@ -198,9 +195,8 @@ def _layers_in(module: Any) -> str:
     """Return a hint for an error: the paths of layers in a module that is no layer itself."""
     if not isinstance(module, nn.Module):
         return ""
-    paths = [name for name, inner in module.named_modules() if isinstance(inner, FusedMoE)]
-    more = ", ..." if len(paths) > SHOWN else ""
-    return f" (pass one of the layers in it: .{', .'.join(paths[:SHOWN])}{more})" if paths else ""
+    paths = [f".{name}" for name, inner in module.named_modules() if isinstance(inner, FusedMoE)]
+    return f" (pass one of the layers in it: {listed(paths)})" if paths else ""
 
 
 def _is_wanted(placing: Placing, prefix: str, name: str) -> bool:
@@ -247,7 +243,7 @@ def _stage_of(layer: FusedMoE) -> Iterator[Stage]:
     loaded into them: then no expert is twice in memory, and an error makes the layer again what it
     was.
     """
-    before, held = layer.state, replace(layer.state, placement=layer.held_placement())
+    before, held = layer.state, layer.stage().as_held().state
     if before.resident_experts is None or before.initial_seed is None:
         sizes = before.aligned_sizes()
         yield Stage.new(replace(held, sizes=sizes), layer.w13_weight.device)
@@ -338,8 +334,7 @@ def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:
     for kind in ("missing", "duplicated", "unexpected", "mismatched"):
         names = getattr(report, kind)
         if names:
-            more = ", ..." if len(names) > SHOWN else ""
-            parts.append(f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{more})")
+            parts.append(f"{len(names)} {kind} ({listed(names)})")
     message = f"source must hold this layer exactly, got {'; '.join(parts)}"
     if not report.loaded:
         prefixes = prefixes_of([*ignored, *report.unexpected])

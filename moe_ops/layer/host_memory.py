@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import cast
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,11 +122,7 @@ def amount_of(state: LayerState) -> Amount:
 def expert_bytes(sizes: LayerSizes) -> int:
     """Return the bytes of one expert of a layer: weights, scales, zero points and biases."""
     specs = parameter_specs(sizes).values()
-    return sum(_numel(s.shape[1:]) * s.dtype.itemsize for s in specs if s.kind in EXPERTS)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+    return sum(prod(s.shape[1:]) * s.dtype.itemsize for s in specs if s.kind in EXPERTS)
 
 
 def _weights_of(stage: Stage) -> ExpertWeights:
@@ -137,17 +134,16 @@ def _weights_of(stage: Stage) -> ExpertWeights:
 
 def _same_places(stage: Stage, host: HostExperts) -> bool:
     """Whether the weights of a layer are the store itself."""
-    new = _weights_of(stage)
-    for weight, stored in zip(new[:2], host.residency.store, strict=True):
-        if weight.data.data_ptr() != stored.data.data_ptr():
-            return False
-        for x, y in zip(weight.of_experts, stored.of_experts, strict=True):
-            if (x is None) != (y is None):
-                return False
-            if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
-                return False
+    pairs = list(zip(_weights_of(stage)[:2], host.residency.store, strict=True))
+    same_data = all(new.data.data_ptr() == old.data.data_ptr() for new, old in pairs)
+    same_forms = all(_forms(new) == _forms(old) for new, old in pairs)
     same_device = host.residency.device == stage.compute_device
-    return same_device and host.residency.num_slots == stage.state.resident_experts
+    same_count = host.residency.num_slots == stage.state.resident_experts
+    return same_data and same_forms and same_device and same_count
+
+
+def _forms(weight: ExpertWeight) -> list[Any]:
+    return [x if x is None else (x.shape, x.dtype) for x in weight.of_experts]
 
 
 def _kept_store(weights: ExpertWeights, host: HostExperts | None, pinned: bool) -> Store | None:

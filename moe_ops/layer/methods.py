@@ -17,13 +17,12 @@ from moe_ops.layer.forms import in_forms_for_device
 from moe_ops.layer.host_memory import reason_against
 from moe_ops.layer.initial import warn_if_empty
 from moe_ops.layer.main_grads import Weights, with_main_grads
-from moe_ops.layer.parameters import Held, parameter_specs, stored_config
+from moe_ops.layer.parameters import PARAMETER_NAMES, Held, parameter_specs, stored_config
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.replicas import trained_together
 from moe_ops.layer.set_kernel import check_is_current, with_kernel
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import Made
-from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.backward import TRAINS_NOT
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
@@ -57,7 +56,7 @@ class FusedMoEMethodBase(ABC):
         They hold zeros (static scales: NaN), and require grad unless the scheme quantizes weights.
         """
         specs, trainable = parameter_specs(sizes), sizes.scheme.weight is None
-        for name in [f"{w}_{suffix}" for suffix in SUFFIX.values() for w in ("w13", "w2")]:
+        for name in PARAMETER_NAMES:
             spec, value = specs.get(name), None
             if spec is not None:
                 filled = torch.zeros(spec.shape, dtype=spec.dtype, device=device)

@@ -17,6 +17,9 @@ from moe_ops.loading.names import SUFFIX
 from moe_ops.scheme import FusedMoEQuantConfig, Quant, Scheme
 from moe_ops.scheme.quant_config import FIELDS
 
+PARAMETER_NAMES = tuple(f"{which}_{end}" for end in SUFFIX.values() for which in ("w13", "w2"))
+"""All names that parameters of experts may have, in their order."""
+
 
 class FusedMoeWeightScaleSupported(Enum):
     """Which elements share a scale, by the names that weight loaders use."""
@@ -64,12 +67,7 @@ def parameter_specs(sizes: LayerSizes) -> Mapping[str, ParameterSpec]:
     """
     specs = (spec for w, (n, k) in sizes.weights.items() for spec in _of_weight(w, n, k, sizes))
     by_name = {spec.name: spec for spec in specs}
-    return MappingProxyType({name: by_name[name] for name in sorted(by_name, key=_order)})
-
-
-def _order(name: str) -> tuple[int, bool]:
-    prefix, suffix = name.split("_", 1)
-    return list(SUFFIX.values()).index(suffix), prefix == "w2"
+    return MappingProxyType({name: by_name[name] for name in PARAMETER_NAMES if name in by_name})
 
 
 def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[ParameterSpec]:

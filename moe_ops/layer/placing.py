@@ -256,18 +256,21 @@ class Placing:
             raise ValueError("no parameter takes it")
         form = self.stage.form(spec, piece.shard, self.layout)
         if piece.is_saved:
-            n, k = self.saved.weights["w13" if spec.is_w13 else "w2"]
-            hidden = self.state.model_hidden_size
-            sizes = (n, hidden) if spec.is_w13 else (hidden, k)
-            return form._replace(n=sizes[0], k=sizes[1], quant=self.saved.scheme.weight)
+            saved, hidden = self.saved, self.state.model_hidden_size
+            n, k = (saved.rows, hidden) if spec.is_w13 else (hidden, saved.intermediate_size)
+            return form._replace(n=n, k=k, quant=saved.scheme.weight)
         if not piece.is_shared:
             return form
         count = self.layer.routing["num_fused_shared_experts"]
-        return (
-            form._replace(k=form.k * count)
-            if piece.shard == "w2"
-            else (form._replace(n=form.n * count))
-        )
+        if piece.shard == "w2":
+            return form._replace(k=form.k * count)
+        return form._replace(n=form.n * count)
+
+    @property
+    def _interleaved(self) -> bool:
+        """Whether gate and up rows alternate in tensors of both."""
+        stated = self.layout.interleaved
+        return self.state.sizes.interleaved if stated is None else stated
 
     def _width(self) -> int:
         """I of an expert on all ranks together."""
@@ -316,8 +319,8 @@ class Placing:
             return
         stored = [(piece, x)]
         if has_plain_scales(piece.kind, x, self.state.checkpoint_scheme.weight):
-            derived = channel_scales(x)
-            stored = [(piece._replace(kind=k, suffix=suffix), part) for k, suffix, part in derived]
+            parts = channel_scales(x).items()
+            stored = [(piece._replace(kind=k, suffix=SUFFIX[k]), part) for k, part in parts]
         for of, tensor in stored:
             form = self._form(of)
             for shard, part in self._shards(tensor, of, form):
@@ -334,11 +337,11 @@ class Placing:
             shard: shared_part(part, "weight", shard, share, width, None).to(sizes.dtype)
             for shard, part in self._shards(x, piece, form)
         }
-        for shard, kind, suffix, part in quantized_parts(whole, scheme, sizes.interleaved):
+        for shard, kind, part in quantized_parts(whole, scheme, sizes.interleaved):
             spec = self._spec(piece._replace(kind=kind))
             if spec is not None:
                 form = self.stage.form(spec, shard, self.layout)
-                self._copy(kind, shard, canonical(kind, part, suffix, form), expert)
+                self._copy(kind, shard, canonical(kind, part, SUFFIX[kind], form), expert)
 
     def _of_each(self, x: Tensor, piece: Piece, count: int) -> Tensor:
         """Return a row per expert; unused rows of zero experts may follow.
@@ -355,11 +358,9 @@ class Placing:
 
     def _shards(self, x: Tensor, piece: Piece, form: Form) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical projections: two for a tensor of gate and up, else one."""
-        interleaved = self.layout.interleaved
-        if interleaved is None:
-            interleaved = self.state.sizes.interleaved
         if piece.shard == "w13":
-            return zip(("w1", "w3"), split_gate_and_up(piece, x, form, interleaved), strict=True)
+            both = split_gate_and_up(piece, x, form, self._interleaved)
+            return zip(("w1", "w3"), both, strict=True)
         return iter([(piece.shard, canonical(piece.kind, x, piece.suffix, form))])
 
     def _copy(self, kind: str, shard: str, x: Tensor, expert: int) -> None:
@@ -379,9 +380,7 @@ class Placing:
                 packed, or their rows are not the experts in order.
         """
         quant = None if self.quantize else self.state.checkpoint_scheme.weight
-        interleaved = self.layout.interleaved
-        if interleaved is None:
-            interleaved = self.state.sizes.interleaved
+        interleaved = self._interleaved
         stored = parse_stored_as(entry.read())
         problem = stored.differs_from(quant, interleaved=interleaved)
         saved = None if self.quantize else self.saved.scheme.weight
@@ -440,10 +439,8 @@ class Placing:
         """Check the size that compressed-tensors gives for a packed weight, without padding."""
         if piece.expert is None or not self.state.placement.rows.get(piece.expert):
             return
-        form, numbers = (
-            self.stage.form(self.specs["w2_weight"], piece.shard, self.layout),
-            entry.read(),
-        )
+        form = self.stage.form(self.specs["w2_weight"], piece.shard, self.layout)
+        numbers = entry.read()
         if numbers.numel() != 2:
             raise ValueError(f"there must be 2 numbers, got shape {tuple(numbers.shape)}")
         if numbers.flatten().tolist() != [form.n, form.k]:

@@ -15,7 +15,7 @@ from moe_ops.layer.placing import Placing
 from moe_ops.layer.stage import Stage
 from moe_ops.layer.state import LayerState
 from moe_ops.loading.names import LAYOUTS, SHARED_GATE
-from moe_ops.loading.sources import Entry
+from moe_ops.loading.sources import Entry, entry_of
 from moe_ops.scheme import Scheme
 
 
@@ -58,11 +58,7 @@ class PlainExperts(NamedTuple):
                     tensors["input_scale"] = torch.tensor(scale, dtype=torch.float32, device="cpu")
                 for suffix, x in tensors.items():
                     if x is not None:
-                        yield _tensor_entry(f"experts.{expert}.{name}.{suffix}", x)
-
-
-def _tensor_entry(name: str, x: Tensor) -> Entry:
-    return Entry(name, lambda: x)
+                        yield entry_of((f"experts.{expert}.{name}.{suffix}", x), "plain")
 
 
 def fill_quantized(
@@ -70,6 +66,7 @@ def fill_quantized(
     plain: PlainExperts,
     rows: Mapping[int, int],
     input_scales: tuple[float, float] | None,
+    state: LayerState | None = None,
 ) -> None:
     """Give a layer with a scheme new parameters, and quantize plain weights into them.
 
@@ -83,11 +80,26 @@ def fill_quantized(
         plain: the weights, in the layer's ``params_dtype``.
         rows: for each logical expert, its row in ``plain``.
         input_scales: see `PlainExperts.entries`.
+        state: whose weights the layer gets; None: the layer's own.
 
     Raises:
         ValueError: numbers that the scheme cannot hold, with the expert.
     """
-    _place_all(layer, layer.state, plain, rows, input_scales)
+    state = layer.state if state is None else state
+    stage = Stage.new(replace(state, sizes=state.aligned_sizes()), plain.w1.device)
+    placing = Placing(layer, stage, LAYOUTS["auto"], quantize=True)
+    for entry in plain.entries(rows, input_scales):
+        placing.take(entry, entry.name)
+    placing.finish()
+    wrong = [*placing.mismatched, *map(str, placing.missing())]
+    if wrong:
+        raise ValueError(f"weights must fit scheme {state.checkpoint_scheme.name}, got {wrong[0]}")
+    stage = state.quant_method.finished(stage)
+    gate = layer.shared_expert_gate_weight
+    frozen = None if gate is None else nn.Parameter(gate.data, requires_grad=False)
+    layer._parameters.update(stage.parameters | {SHARED_GATE: frozen})
+    layer.take(Stage(layer.state.holding(stage.state), layer._parameters))
+    layer.renew_slots()
 
 
 def quantize_layer(
@@ -106,28 +118,4 @@ def quantize_layer(
         quant_method=method,
     )
     rows = {expert: held[0] for expert, held in state.placement.rows.items() if held}
-    _place_all(layer, state, PlainExperts.of_layer(layer), rows, input_scales)
-
-
-def _place_all(
-    layer: FusedMoE,
-    state: LayerState,
-    plain: PlainExperts,
-    rows: Mapping[int, int],
-    input_scales: tuple[float, float] | None,
-) -> None:
-    """Do what `fill_quantized` does, for a layer that gets the weights of this state."""
-    stage = Stage.new(replace(state, sizes=state.aligned_sizes()), plain.w1.device)
-    placing = Placing(layer, stage, LAYOUTS["auto"], quantize=True)
-    for entry in plain.entries(rows, input_scales):
-        placing.take(entry, entry.name)
-    placing.finish()
-    wrong = [*placing.mismatched, *map(str, placing.missing())]
-    if wrong:
-        raise ValueError(f"weights must fit scheme {state.checkpoint_scheme.name}, got {wrong[0]}")
-    stage = state.quant_method.finished(stage)
-    gate = layer.shared_expert_gate_weight
-    frozen = None if gate is None else nn.Parameter(gate.data, requires_grad=False)
-    layer._parameters.update(stage.parameters | {SHARED_GATE: frozen})
-    layer.take(Stage(layer.state.holding(stage.state), layer._parameters))
-    layer.renew_slots()
+    fill_quantized(layer, PlainExperts.of_layer(layer), rows, input_scales, state)

@@ -201,7 +201,7 @@ def facts_of(layer: ExpertLayer) -> dict[str, str]:
 
 
 def _digest_of_placement(layer: ExpertLayer) -> str:
-    held = repr(layer.held_placement().logical).encode()
+    held = repr(layer.state.held_placement().logical).encode()
     return hashlib.sha256(held).hexdigest()[:16]
 
 

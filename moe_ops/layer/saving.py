@@ -29,11 +29,8 @@ def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]
         Expert, shard (``w1``, ``w3`` or ``w2``), the end of the tensor's name, and the tensor,
         which may be a view of a parameter.
     """
-    scheme, hidden, width = (
-        layer.checkpoint_scheme,
-        layer.model_hidden_size,
-        layer.intermediate_size,
-    )
+    scheme = layer.checkpoint_scheme
+    hidden, width = layer.model_hidden_size, layer.intermediate_size
     shards = {"w1": (width, hidden), "w2": (hidden, width)}
     if layer.sizes.gated:
         shards["w3"] = shards["w1"]
@@ -42,9 +39,7 @@ def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]
         plain = plain_expert(layer, expert)
         for shard, (n, k) in shards.items():
             own = [spec for spec in specs if spec.is_w13 == (shard != "w2")]
-            kinds = {
-                spec.kind: _canonical(layer, spec, plain[spec.name], shard, n, k) for spec in own
-            }
+            kinds = {x.kind: _canonical(layer, x, plain[x.name], shard, n, k) for x in own}
             for suffix, x in stored_projection(scheme, kinds, k).items():
                 yield expert, shard, suffix, x.contiguous()
 

@@ -6,7 +6,7 @@ places: see `RankTensor`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -54,7 +54,8 @@ def rank_tensors(layer: ExpertLayer, tensors: Mapping[str, Tensor]) -> dict[str,
                     axes[axis] = _axis_parts(state, own[name], axis, shape[axis])
             if name == "w2_bias" and parallel.tp_rank:
                 axes[0] = []  # the first rank alone adds it
-        placed[name] = rank_tensor(x, shape, [*_boxes(axes)], refusal)
+        boxes = [RankPiece(*zip(*spans, strict=True)) for spans in product(*axes)]
+        placed[name] = rank_tensor(x, shape, boxes, refusal)
     return placed
 
 
@@ -106,11 +107,6 @@ def _axis_parts(state: LayerState, spec: ParameterSpec, axis: int, whole: int) -
         for half in range(halves)
         if length > 0
     ]
-
-
-def _boxes(axes: list[list[Span]]) -> Iterator[RankPiece]:
-    for spans in product(*axes):
-        yield RankPiece(*zip(*spans, strict=True))
 
 
 def sharded_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,11 @@ from moe_ops.loading.names import SHARED_EXPERTS, SHARED_GATE, router_tensor
 
 SHOWN = 4
 """Number of names that an error quotes."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for an error, which quotes `SHOWN` of them."""
+    return ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)])
 
 
 def add_gate(layer: ExpertLayer, options: FusedMoEOptions) -> None:
@@ -48,10 +53,9 @@ def shared_hint(layer: ExpertLayer, unknown: Mapping[str, str]) -> str:
             "to FusedMoE"
         )
     if others:
-        more = ", ..." if len(others) > SHOWN else ""
         count = layer.routing["num_fused_shared_experts"]
         text += (
             f". Tensors of shared experts (n_shared_experts={count}) must be named as in "
-            f"{', '.join(SHARED_EXPERTS)}, got {', '.join(others[:SHOWN])}{more}"
+            f"{', '.join(SHARED_EXPERTS)}, got {listed(others)}"
         )
     return text

@@ -136,9 +136,9 @@ class Stage(LoadSteps):
             self.place(param, spec, self.stored(spec, x, name, shard_id, row), shard_id, row)
             return
         which = "w13" if spec.is_w13 else "w2"
-        for kind, suffix, part in channel_scales(x.to(param.device)):
+        for kind, part in channel_scales(x.to(param.device)).items():
             of = parameter_specs(self.state.sizes)[f"{which}_{SUFFIX[kind]}"]
-            part = self.stored(of, part, f"{name}.{suffix}", shard_id, row)
+            part = self.stored(of, part, f"{name}.{SUFFIX[kind]}", shard_id, row)
             self.place(self.parameters[of.name], of, part, shard_id, row)
 
     def stored(

@@ -88,11 +88,7 @@ def _beside(default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class LayerState:
-    """Sizes, scheme, forms, placement, ranks and residency of a layer, as a value.
-
-    The fields from ``activation`` on go with the value and are no part of it: they are neither
-    compared nor printed.
-    """
+    """Sizes, scheme, forms, placement, ranks and residency of a layer, as a value."""
 
     num_experts: int
     """E, without redundant and shared experts."""

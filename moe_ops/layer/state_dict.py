@@ -156,7 +156,7 @@ class KeepsStateDict(ExpertLayer):
             stored = RankPart(tuple(every if in_order else self.placement.experts))
         else:
             stored.check_rows(rows)
-        state_dict.update(stored.reordered(rows, self.held_placement().experts))
+        state_dict.update(stored.reordered(rows, self.state.held_placement().experts))
 
     def _convert_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Convert weights of a state dict, which are in any form, to the layer's form.

@@ -236,12 +236,10 @@ class LoadsWeights(LoadSteps, ConvertsForms):
     def _logical_expert(self, expert_id: int) -> int:
         """Return the logical expert that a physical one holds at first."""
         checks.integer("expert_id", expert_id)
-        is_logical = 0 <= expert_id < len(self.placement.row)
-        if not is_logical:
-            raise ValueError(
-                f"expert_id must be in 0..{len(self.placement.row) - 1}, got {expert_id}"
-            )
-        return self.placement.logical[expert_id]
+        logical = self.placement.logical
+        if not 0 <= expert_id < len(logical):
+            raise ValueError(f"expert_id must be in 0..{len(logical) - 1}, got {expert_id}")
+        return logical[expert_id]
 
     def _spec_of(self, param: Tensor) -> ParameterSpec | None:
         specs = parameter_specs(self.sizes).items()

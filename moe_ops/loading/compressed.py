@@ -143,22 +143,18 @@ def stored_projection(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> 
             entries["weight_zero_point"] = _packed_rows(tensors["zero_point"], weight.element.bits)
     elif form.endswith("pack-quantized"):
         entries["weight_packed"] = entries.pop("weight")
-    if entries["weight_scale"].dim() <= 1:
-        entries["weight_scale"] = (
-            entries["weight_scale"].reshape(-1, 1)
-            if weight.per_row
-            else (entries["weight_scale"].reshape(1))
-        )
+    scale = entries["weight_scale"]
+    if scale.dim() <= 1:
+        entries["weight_scale"] = scale.reshape((-1, 1) if weight.per_row else (1,))
     if "global_scale" in tensors:
         entries["weight_global_scale"] = (1 / entries.pop("weight_scale_2")).reshape(1)
     if "input_scale" in tensors:
         scale = entries.pop("input_scale")
         is_global = scheme.activation is not None and scheme.activation.global_scale
-        entries |= (
-            {"input_global_scale": (1 / scale).reshape(1)}
-            if is_global
-            else {"input_scale": scale.reshape(1)}
-        )
+        if is_global:
+            entries["input_global_scale"] = (1 / scale).reshape(1)
+        else:
+            entries["input_scale"] = scale.reshape(1)
     return entries
 
 

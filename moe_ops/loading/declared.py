@@ -104,11 +104,9 @@ def in_folder(folder: Path) -> Declared:
         ValueError: a file that is not a JSON object.
     """
     config = folder / CONFIG
-    declared = (
-        in_config(read_object(config, "a model's configuration"), config)
-        if config.exists()
-        else Declared()
-    )
+    declared = Declared()
+    if config.exists():
+        declared = in_config(read_object(config, "a model's configuration"), config)
     own = []
     for name, tool in TOOLS_OWN.items():
         file = folder / name

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.loading.names import SUFFIX
 from moe_ops.scheme import FLOAT8_E4M3_MAX, Quant, Scheme, quantize_weight
 from moe_ops.scheme.rounding import SMALLEST_AMAX, over
 
@@ -18,7 +17,7 @@ FLOATS = (*checks.FLOATS, torch.float64)
 
 def quantized_parts(
     projections: dict[str, Tensor], scheme: Scheme, interleaved: bool
-) -> Iterator[tuple[str, str, str, Tensor]]:
+) -> Iterator[tuple[str, str, Tensor]]:
     """Quantize plain projections ``(N, K)`` of one expert, into the tensors of a checkpoint.
 
     Gate and up are quantized separately. They are quantized together if their rows alternate and
@@ -30,26 +29,24 @@ def quantized_parts(
         interleaved: whether gate and up rows alternate in the layer.
 
     Yields:
-        Shard, kind, the end of the tensor's name, and the tensor without an axis for experts.
+        Shard, kind, and the tensor without an axis for experts.
     """
     quant = scheme.weight
     shares = quant is not None and (quant.per_tensor or "global_scale" in quant.parts)
     if not (interleaved and shares and len(projections) == 2):
         for shard, w in projections.items():
-            for kind, suffix, x in _fields(w, scheme):
-                yield shard, kind, suffix, x
+            for kind, x in _fields(w, scheme):
+                yield shard, kind, x
         return
-    for kind, suffix, both in _fields(torch.cat([*projections.values()]), scheme):
+    for kind, both in _fields(torch.cat([*projections.values()]), scheme):
         parts = both.chunk(2) if both.dim() else (both, both)
         for shard, x in zip(projections, parts, strict=True):
-            yield shard, kind, suffix, x
+            yield shard, kind, x
 
 
-def _fields(w: Tensor, scheme: Scheme) -> Iterator[tuple[str, str, Tensor]]:
-    data, *rest = quantize_weight(w[None], scheme)
-    yield "weight", "weight", data[0]
-    for kind, x in zip(scheme.weight_parts, (x for x in rest if x is not None), strict=True):
-        yield kind, SUFFIX[kind], x[0]
+def _fields(w: Tensor, scheme: Scheme) -> Iterator[tuple[str, Tensor]]:
+    tensors = (x[0] for x in quantize_weight(w[None], scheme) if x is not None)
+    return zip(("weight", *scheme.weight_parts), tensors, strict=True)
 
 
 def has_plain_scales(kind: str, x: Tensor, quant: Quant | None) -> bool:
@@ -57,24 +54,22 @@ def has_plain_scales(kind: str, x: Tensor, quant: Quant | None) -> bool:
     return kind == "scale" and quant is not None and quant.channel_scale and x.dtype in FLOATS
 
 
-def channel_scales(scales: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+def channel_scales(scales: Tensor) -> dict[str, Tensor]:
     """Split float group scales ``(N, G)`` into e4m3 group scales and one float32 scale per row.
 
     With ``c = max(amax of a row, 1e-10) / 448`` the scales are ``e4m3(e4m3(s / c) / 8)`` and
     ``8 * c``. Group scales are at most 56, so that a 4-bit integer times its scale is within e4m3's
     range.
 
-    Yields:
-        Kind, the end of the tensor's name, and the tensor.
+    Returns:
+        The tensors by kind.
 
     Source:
         vLLM ``convert_bf16_scales_to_fp8``, which keeps c above 1 / (448 * 512).
     """
     s = scales.float()
     if s.dim() != 2 or not s.numel():  # a wrong shape is refused when scales are placed
-        yield "scale", SUFFIX["scale"], s.to(torch.float8_e4m3fn)
-        return
+        return {"scale": s.to(torch.float8_e4m3fn)}
     row = over(s.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX), FLOAT8_E4M3_MAX)
     eighth = (s / row).to(torch.float8_e4m3fn).float() / 8
-    yield "scale", SUFFIX["scale"], eighth.to(torch.float8_e4m3fn)
-    yield "channel_scale", SUFFIX["channel_scale"], row[:, 0] * 8
+    return {"scale": eighth.to(torch.float8_e4m3fn), "channel_scale": row[:, 0] * 8}

@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from moe_ops.loading.facts import UnreadError
@@ -148,8 +149,6 @@ def _bare(name: str) -> str:
 
 
 def _runs(name: str) -> Iterable[str]:
-    """Yield all runs of consecutive parts of a name."""
+    """Return all runs of consecutive parts of a name."""
     of = name.split(".")
-    for first in range(len(of)):
-        for end in range(first + 1, len(of) + 1):
-            yield ".".join(of[first:end])
+    return (".".join(of[start:end]) for start, end in combinations(range(len(of) + 1), 2))

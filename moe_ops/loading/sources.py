@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,8 +135,4 @@ def _read(paths: list[Path], wanted: dict[Path, list[str]] | None) -> Iterator[E
         for name in names if wanted is None else wanted[path]:
             if name not in names:
                 raise ValueError(f"{path} must hold {shown(name)}, as its index says, got none")
-            yield Entry(name, _reader(file, name))
-
-
-def _reader(file: SafetensorsFile, name: str) -> Callable[[], Tensor]:
-    return lambda: file.tensor(name)
+            yield Entry(name, partial(file.tensor, name))

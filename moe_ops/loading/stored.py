@@ -133,7 +133,9 @@ def _qweight(x: Tensor, quant: Quant, form: Form) -> Tensor:
     bits = quant.element.stored_bits
     per_word = 32 // bits
     _expect_dtype(x, torch.int32)
-    awq = is_awq(x, form)
+    awq = form.layout.awq
+    if awq is None:  # the shape says it
+        awq = x.shape[0] == form.k
     _expect(x, (form.k, form.n // per_word) if awq else (form.k // per_word, form.n))
     codes = awq_codes(x, bits).t() if awq else _words(x.t(), bits)
     if bits == 4:
@@ -145,13 +147,6 @@ def _qweight(x: Tensor, quant: Quant, form: Form) -> Tensor:
 def _signed(codes: Tensor) -> Tensor:
     """Return int8 numbers that are stored as uint8 with an offset of 128."""
     return (codes ^ 128).view(torch.int8)
-
-
-def is_awq(qweight: Tensor, form: Form) -> bool:
-    """Whether the words are packed as AWQ does: as the layout says, else by their shape."""
-    if form.layout.awq is not None:
-        return form.layout.awq
-    return qweight.shape[0] == form.k
 
 
 def _words(x: Tensor, bits: int) -> Tensor:

@@ -96,9 +96,7 @@ def _fp8(settings: Settings, names: ExpertNames) -> Facts:
         static = settings.get("activation_scheme") == "static"
         return named("fp8_tensor_static" if static else "fp8_tensor")
     rows, cols = pair(block)
-    return named(
-        f"fp8_block{rows}x{cols}{'_ue8m0' if settings.get('scale_fmt') == 'ue8m0' else ''}"
-    )
+    return named(f"fp8_block{rows}x{cols}" + "_ue8m0" * (settings.get("scale_fmt") == "ue8m0"))
 
 
 def _gptq(settings: Settings, names: ExpertNames) -> Facts:
@@ -130,12 +128,8 @@ def _dynamic(settings: Settings) -> dict[str, Settings]:
 
 def _awq(settings: Settings, names: ExpertNames) -> Facts:
     """AutoAWQ, by the names of its own file too."""
-    version = (
-        settings.get("version")
-        or settings.get("checkpoint_format")
-        or settings.get("format")
-        or "gemm"
-    )
+    versions = map(settings.get, ("version", "checkpoint_format", "format"))
+    version = next(filter(None, versions), "gemm")
     if str(version).lower() != "gemm":
         raise ValueError(
             f"version must be gemm, the only order of AWQ that is known, got {version!r}"
@@ -292,24 +286,17 @@ def _quark(settings: Settings, names: ExpertNames) -> Facts:
 
 def _quark_operand(settings: Settings) -> Settings:
     """Return an operand of Quark in the words of compressed-tensors."""
-    element, strategy = (
-        _QUARK.get(str(settings.get("dtype"))),
-        _STRATEGIES.get(str(settings.get("qscheme"))),
-    )
+    element = _QUARK.get(str(settings.get("dtype")))
+    strategy = _STRATEGIES.get(str(settings.get("qscheme")))
     if element is None or strategy is None:
         raise UnreadError("a dtype and qscheme that are known")
-    operand = {
-        "element": element,
-        "strategy": strategy,
-        "dynamic": settings.get("is_dynamic", False),
-    }
+    dynamic = settings.get("is_dynamic", False)
+    operand = {"element": element, "strategy": strategy, "dynamic": dynamic}
     if strategy == "group":
         operand["group_size"] = settings.get("group_size")
-    return (
-        operand
-        if ELEMENTS[element].exponent
-        else {**operand, "symmetric": settings.get("symmetric")}
-    )
+    if not ELEMENTS[element].exponent:
+        operand["symmetric"] = settings.get("symmetric")
+    return operand
 
 
 def _moe_ops(settings: Settings, names: ExpertNames) -> Facts:

@@ -101,7 +101,7 @@ def test_host_times_are_of_calls_in_batches(case, monkeypatch):
         calls.append(None)
         clock[0] += 1e-6 * (1 + (len(calls) - 1) % 10)
 
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(bench, "_synchronize", wait)
     row = bench.host_time(case, "moe_ops", call)
     assert len(calls) == row.runs == bench.CALLS * bench.BATCHES

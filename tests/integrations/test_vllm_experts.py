@@ -150,7 +150,7 @@ def test_packed_weights(engine, monkeypatch, width, activation, packed):
     config = layer(width=width, activation=activation, in_dtype=x.dtype, swiglu_limit=7.0,
                    swiglu_alpha=1.7, swiglu_beta=1.0)  # fmt: skip
     made = engine.experts.MoeOpsExperts(config, of_engine(name, q1, q2, biases))
-    module, place = nn.Module(), engine.place.Place(config, get_scheme(name))
+    module, formed = nn.Module(), engine.experts.weight_of_layer
     for which, q in (("w13", q1), ("w2", q2)):
         weight = nn.Parameter(q.data.clone(), requires_grad=False)
         module.register_parameter(f"{which}_weight", weight)
@@ -162,7 +162,7 @@ def test_packed_weights(engine, monkeypatch, width, activation, packed):
     for which, q in (("w13", q1), ("w2", q2)):
         held = pack_weight(q, name).data if which in packed else q.data
         assert torch.equal(getattr(module, f"{which}_weight"), held)
-        assert torch.equal(place.form(which, q).data, held)  # the rule of other formats
+        assert torch.equal(formed(which, q, get_scheme(name), config).data, held)  # as others
     assert torch.equal(served(made, w1=module.w13_weight, w2=module.w2_weight, **call), want)
 
 

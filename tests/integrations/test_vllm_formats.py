@@ -176,7 +176,7 @@ WITH_BIASES = {*GROUPS, "mxfp4_w4a16", "mxfp4_w4a8_token"}
 @pytest.mark.parametrize("name", SCHEMES)
 def test_layers_are_fused_experts(engine, monkeypatch, name, packs):
     """Bit for bit, in both forms; packed weights take the memory of those that vLLM loaded."""
-    place = engine.place
+    place = engine.choice.Place
     monkeypatch.setattr(forms, "reads_packed", lambda *_, **__: packs)
     monkeypatch.setattr(engine.weights, "TOGETHER", 1 if packs else 2**24)  # bytes of AWQ's words
     x, weights, ids, *qs, biases = problem(name, hidden=128, width=128)
@@ -187,7 +187,7 @@ def test_layers_are_fused_experts(engine, monkeypatch, name, packs):
     want = expected(name, x, *(q.data for q in qs), weights, ids, qs, biases)
     copies = [type(q)(*(None if t is None else t.clone() for t in q)) for q in qs]
     method = Method(engine, layer(hidden=128, width=128), name)
-    assert isinstance(method.kept, place.Place) and method.kept.scheme.key == get_scheme(name).key
+    assert isinstance(method.kept, place) and method.kept.scheme.key == get_scheme(name).key
     made, w13, w2 = method.made(copies, biases)
     assert is_packed(w13) == is_packed(w2) == packs
     if packs:
@@ -259,7 +259,7 @@ def test_methods_that_choose_marlin(engine, monkeypatch, module, packs):
         for name, x_ in ((f"{which}_weight_packed", q.data), (f"{which}_weight_scale", q.scale)):
             module.register_parameter(name, torch.nn.Parameter(x_, requires_grad=False))
     ours = method(layer(hidden=128, width=128))
-    assert isinstance(ours.mxfp4_backend, engine.place.Place)
+    assert isinstance(ours.mxfp4_backend, engine.choice.Place)
     ours.process_weights_after_loading(module)
     assert is_packed(module.w13_weight) == packs and not hasattr(module, "w2_weight_packed")
     experts = ours.moe_kernel.fused_experts

@@ -102,7 +102,7 @@ def check_one_placement(given):
                 replica.rebalance(seed, together=True)
             for _ in range(2):
                 found = replica.gradients(rows)
-            experts = replica.layer.held_placement().experts
+            experts = replica.layer.state.held_placement().experts
             for actual, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(actual, wanted[experts])
             assert len(calls) == 1 + seed

@@ -205,7 +205,7 @@ def of_all_ranks(x):
 
 def check_same(layer, whole, optimizers):
     """Weights and moments of all replicas are those of the expert on one rank."""
-    experts = list(layer.held_placement().logical)
+    experts = list(layer.state.held_placement().logical)
     for name in NAMES:
         both = [getattr(model, name) for model in (layer, whole)]
         states = [of.state[x] for of, x in zip(optimizers, both, strict=True)]
@@ -262,7 +262,7 @@ def check_wrapped(rank, ranks):
         lambda layer: fully_shard(layer, mesh=data),
     ):
         layer, _ = balanced(group=ep, seed=3, **way)
-        experts = layer.held_placement().experts
+        experts = layer.state.held_placement().experts
         model = wrap(layer)
         (model(x[tokens], logits[tokens]) - y[tokens]).square().sum().backward()
         for name, own in layer.named_parameters():

@@ -112,4 +112,4 @@ def expected(experts, scheme, layer, held):
 
 def held(layer):
     """The logical expert of each row."""
-    return layer.held_placement().experts
+    return layer.state.held_placement().experts

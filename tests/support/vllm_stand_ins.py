@@ -423,8 +423,8 @@ def modules():
 def install(monkeypatch, package="moe_ops.integrations.vllm"):
     """Import the plug-in's modules anew, on stand-ins; returns a namespace of both."""
     made = modules()
-    parts = ("_interface", "_place", "_requests", "_schemes", "_lora", "_experts", "_weights",
-             "_choice", "_kernels", "_methods", "_factories", "_warmup", "_oracles")  # fmt: skip
+    parts = ("_interface", "_requests", "_schemes", "_lora", "_experts", "_choice", "_weights",
+             "_kernels", "_methods", "_factories", "_warmup", "_oracles")  # fmt: skip
     ours = {part: f"{package}.{part}" for part in parts}
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)

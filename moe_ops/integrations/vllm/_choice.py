@@ -15,7 +15,6 @@ from moe_ops.integrations.vllm._experts import (
     MoeOpsExperts,
     layer_refusal,
 )
-from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import Arguments
 from moe_ops.scheme import Scheme
 
@@ -27,6 +26,24 @@ REPLACED = {
 kernels for Blackwell, or for GPUs of other vendors."""
 FOR_OLDER_GPUS = ("MARLIN", "BATCHED_MARLIN", "HUMMING")
 """vLLM's choices that stay on GPUs before Hopper, where this library was not timed beside them."""
+
+
+class Place:
+    """What a layer that this library serves has where vLLM would have its backend.
+
+    vLLM's methods keep the backend that a selection returned, compare it with those that they know,
+    and pass it to the functions that convert weights and make kernels. It equals none of theirs.
+
+    Args:
+        moe_config: vLLM's ``FusedMoEConfig``.
+        scheme: the scheme of the layer's experts.
+    """
+
+    name = value = "MOE_OPS"
+
+    def __init__(self, moe_config: Any, scheme: Scheme) -> None:
+        self.moe_config = moe_config
+        self.scheme = scheme
 
 
 def choose_experts(

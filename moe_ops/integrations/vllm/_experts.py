@@ -191,6 +191,25 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     def _supports_batch_invariance() -> bool:
         return True
 
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of two workspaces (none: operators allocate their results) and of the output.
+
+        In the Batched format, whose experts have a largest number of rows, it has all padded rows.
+        """
+        if self.max_num_tokens is None:
+            return (0,), (0,), (M, K)
+        return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack int8 weights with a scale per row, which vLLM brings here in the plain form.
 
@@ -233,20 +252,6 @@ class MoeOpsExperts(LoRAExpertsMixin, MoeOpsExpertsBase):
         config = moe_parallel_config
         gathers = config.use_ag_rs_all2all_kernels or config.use_deepep_ht_kernels
         return not config.use_passthrough_all2all and (gathers or not config.use_all2all_kernels)
-
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of two workspaces (none: operators allocate their results) and of the output."""
-        return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
         """No operation: `apply` sums."""
@@ -320,20 +325,6 @@ class BatchedMoeOpsExperts(MoeOpsExpertsBase):
         config = moe_parallel_config
         is_batched = config.use_batched_activation_format or not config.use_all2all_kernels
         return not config.use_passthrough_all2all and is_batched
-
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of two workspaces (none) and of the output: all padded rows."""
-        return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
         """Delegated to vLLM's finalize, which knows where the rows came from."""

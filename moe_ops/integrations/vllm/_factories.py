@@ -21,11 +21,10 @@ from typing import Any
 
 from moe_ops.integrations._engines import attribute_of, say_once, split_name
 from moe_ops.integrations.vllm import _kernels, _weights
-from moe_ops.integrations.vllm._choice import choose_experts
+from moe_ops.integrations.vllm._choice import Place, choose_experts
 from moe_ops.integrations.vllm._experts import ENGINE, MoeOpsExperts, layer_refusal
 from moe_ops.integrations.vllm._interface import FORMATS, ORACLES, missing_of
 from moe_ops.integrations.vllm._methods import choosing, processing
-from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import (
     Arguments,
     group_schemes,
@@ -173,11 +172,11 @@ _WRAPPERS: dict[str, Wrapper] = {
         "mxfp4.select_deepseek_v4_mxfp4_moe_backend": _selecting(mxfp4_schemes, moves=True),
         "mxfp4.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format": _step(_mxfp4_weights),
         "mxfp4.convert_weight_to_mxfp4_moe_kernel_format": _step(_mxfp4_weights),
-        "mxfp4.make_mxfp4_moe_quant_config": _step(_kernels.mxfp4_config),
+        "mxfp4.make_mxfp4_moe_quant_config": _step(_kernels.mx_config),
         "mxfp4.make_mxfp4_moe_kernel": _step(_kernels.kernel),
         "mxfp8.select_mxfp8_moe_backend": _selecting(lambda arguments: [MXFP8], none=(ValueError,)),
         "fp8.convert_to_fp8_moe_kernel_format": _step(_weights.mxfp8),
-        "fp8.make_fp8_moe_quant_config": _step(_kernels.mxfp8_config),
+        "fp8.make_fp8_moe_quant_config": _step(_kernels.mx_config),
         "fp8.make_fp8_moe_kernel": _step(_kernels.kernel),
     }.items()
 }

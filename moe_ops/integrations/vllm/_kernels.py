@@ -8,7 +8,7 @@ from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
-from moe_ops.integrations.vllm._place import Place
+from moe_ops.integrations.vllm._choice import Place
 from moe_ops.integrations.vllm._requests import Arguments
 
 
@@ -32,24 +32,16 @@ def kernel(place: Place, call: Arguments) -> Any:
     return mk.FusedMoEKernel(prepare, experts)
 
 
-def mxfp4_config(place: Place, call: Arguments) -> Any:
-    """Describe MXFP4 weights under 16-bit activations, or under fp8 with a scale per token."""
-    fp8 = place.scheme.activation is not None
+def mx_config(place: Place, call: Arguments) -> Any:
+    """Describe MXFP4 or MXFP8 weights, under 16-bit activations or fp8 with a scale per token."""
+    weight, rows = place.scheme.weight, place.scheme.activation
+    names = ("w1_scale", "w2_scale", "w1_bias", "w2_bias", "gemm1_alpha", "gemm1_beta")
     return FusedMoEQuantConfig.make(
-        quant_dtype=place.scheme.activation.dtype if fp8 else None,  # type: ignore[union-attr]
-        per_act_token_quant=fp8,
-        weight_dtype="mxfp4",
+        quant_dtype=None if rows is None else rows.dtype,
+        per_act_token_quant=rows is not None,
+        weight_dtype=f"mx{weight.element.name}",  # type: ignore[union-attr]
         gemm1_clamp_limit=call["swiglu_limit"],
-        **_subset(call, "w1_scale", "w2_scale", "w1_bias", "w2_bias", "gemm1_alpha", "gemm1_beta"),
-    )
-
-
-def mxfp8_config(place: Place, call: Arguments) -> Any:
-    """Describe MXFP8 weights under 16-bit activations."""
-    return FusedMoEQuantConfig.make(
-        weight_dtype="mxfp8",
-        gemm1_clamp_limit=call["swiglu_limit"],
-        **_subset(call, "w1_scale", "w2_scale", "w1_bias", "w2_bias", "gemm1_alpha", "gemm1_beta"),
+        **{name: call[name] for name in names},
     )
 
 
@@ -65,7 +57,3 @@ def nvfp4_config(place: Place, call: Arguments) -> Any:
         gemm1_beta=call["swiglu_beta"],
         gemm1_clamp_limit=call["swiglu_limit"],
     )
-
-
-def _subset(call: Arguments, *names: str) -> dict[str, Any]:
-    return {name: call[name] for name in names}

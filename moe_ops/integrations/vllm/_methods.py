@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 from vllm.model_executor.utils import replace_parameter
 
-from moe_ops.integrations.vllm._choice import choose_experts
+from moe_ops.integrations.vllm._choice import Place, choose_experts
 from moe_ops.integrations.vllm._kernels import kernel
-from moe_ops.integrations.vllm._place import Place
 from moe_ops.integrations.vllm._requests import mxfp4_schemes
 from moe_ops.integrations.vllm._weights import formed
 

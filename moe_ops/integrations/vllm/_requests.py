@@ -21,7 +21,7 @@ def group_schemes(arguments: Arguments) -> list[Scheme]:
             are not served.
     """
     config, kind = arguments["quant_config"], type(arguments["quant_config"]).__name__
-    bits = _first(config, "num_bits", "weight_bits")
+    bits: Any = getattr(config, "num_bits", getattr(config, "weight_bits", None))
     if getattr(config, "desc_act", False) or getattr(config, "actorder", None) == "group":
         raise NotImplementedError("columns in the order of activations are not supported")
     zero_point = bool(arguments["may_have_zp"])
@@ -48,20 +48,14 @@ def group_schemes(arguments: Arguments) -> list[Scheme]:
     return [SCHEMES["int4_w4a16_channel"]]
 
 
-def _first(config: Any, *names: str) -> Any:
-    return next((getattr(config, name) for name in names if hasattr(config, name)), None)
-
-
 def mxfp4_schemes(arguments: Arguments) -> list[Scheme]:
     """Return the schemes of MXFP4 weights under the activations that a checkpoint asks for."""
     asked = None
     if "activation_key" in arguments:
-        resolved = attribute_of(
-            f"{ORACLES}.mxfp4", "_resolve_activation_key"
-        )  # with the user's wish
         key = arguments["activation_key"]
+        resolved = attribute_of(f"{ORACLES}.mxfp4", "_resolve_activation_key")  # the user's wish
         asked = of_activation(key if resolved is None else resolved(key))
-    return [*([] if asked is None else [asked]), SCHEMES["mxfp4_w4a16"]]
+    return [x for x in (asked, SCHEMES["mxfp4_w4a16"]) if x is not None]
 
 
 def of_activation(key: Any) -> Scheme | None:

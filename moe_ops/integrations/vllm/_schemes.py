@@ -46,12 +46,9 @@ def scheme_of_keys(weight_key: Any, activation_key: Any) -> Scheme | None:
         return weight_key
     if weight_key is None and activation_key is None:
         return UNQUANTIZED
-    if weight_key is None or not _is_plain(weight_key):
+    if weight_key is None or activation_key is None or not _is_plain(weight_key):
         return None
-    if activation_key is None:
-        return None
-    scale = weight_key.scale
-    of_rows = activation_key.scale
+    scale, of_rows = weight_key.scale, activation_key.scale
     element = ELEMENTS.get(weight_key.dtype)
     if not _is_plain(activation_key) or activation_key.dtype != weight_key.dtype:
         return None

@@ -7,12 +7,11 @@ both weights.)
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from moe_ops.integrations.vllm._place import Place
+from moe_ops.integrations.vllm._choice import Place
+from moe_ops.integrations.vllm._experts import weight_of_layer
 from moe_ops.integrations.vllm._requests import Arguments
 from moe_ops.loading.derived import channel_scales
 from moe_ops.loading.stored import awq_codes
@@ -39,12 +38,13 @@ def formed(
 ) -> QTensor:
     """Return ``w13`` or ``w2`` in the form that its GPU reads."""
     q = QTensor(data.data, data_of(scale), data_of(zero_point), data_of(factor))
-    return place.form(which, q)
+    return weight_of_layer(which, q, place.scheme, place.moe_config)
 
 
 def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     """int4 and int8 weights with a scale for each group along K, with or without zero points."""
-    plain = awq_weight if describes_awq(arguments["quant_config"]) else rows_first
+    is_awq = type(arguments["quant_config"]).__name__ == "AutoAWQConfig"  # its order of columns
+    plain = awq_weight if is_awq else rows_first
     bits, qs = place.scheme.weight.element.bits, []  # type: ignore[union-attr]
     for which in ("w13", "w2"):
         zeros = data_of(arguments[f"{which}_qzeros"])
@@ -54,11 +54,6 @@ def groups(place: Place, arguments: Arguments) -> tuple[Tensor | None, ...]:
     (w13, scale13, zero13, _), (w2, scale2, zero2, _) = qs
     biases = (data_of(arguments["w13_bias"]), data_of(arguments["w2_bias"]))
     return w13, w2, scale13, scale2, zero13, zero2, None, None, *biases
-
-
-def describes_awq(config: Any) -> bool:
-    """Whether a configuration of vLLM describes AWQ's order of columns."""
-    return type(config).__name__ == "AutoAWQConfig"
 
 
 def rows_first(words: Tensor, scale: Tensor, zeros: Tensor | None, bits: int) -> QTensor:
@@ -92,7 +87,7 @@ def int4_under_fp8(place: Place, arguments: Arguments) -> tuple[Tensor | None, .
     for which in ("w13", "w2"):
         words, scales = arguments[f"{which}_weight"].data, arguments[f"{which}_weight_scale"].data
         experts, n, _ = scales.shape
-        parts = {kind: x for kind, _, x in channel_scales(scales.flatten(0, 1))}
+        parts = channel_scales(scales.flatten(0, 1))
         scale = parts["scale"].unflatten(0, (experts, n))
         factor = parts["channel_scale"].unflatten(0, (experts, n))
         data = words.contiguous().view(torch.uint8)
