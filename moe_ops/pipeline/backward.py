@@ -25,11 +25,11 @@ from moe_ops.pipeline.gathering import Settings
 from moe_ops.pipeline.lora import (
     ExpertLora,
     Factors,
-    adapter_gradient,
     adapter_rows,
     add_product,
-    low_product,
+    grouped_gemm,
     pairs_of,
+    weight_gradient,
 )
 from moe_ops.pipeline.main_grads import main_grad_of
 from moe_ops.pipeline.row_spaces import SlotRows
@@ -280,7 +280,7 @@ class _Backward(NamedTuple):
             scales = (operands.w1_scale, operands.w1_zero_point, operands.w1_global_scale)
             rows, low = self._through(dp, operands.w1, scales, adapter, 1)
         elif wanted.lora1_a and self.adapters is not None:
-            low = low_product(dp, operands.lora1_b.transpose(1, 2), self.adapters, 1)
+            low = grouped_gemm(dp, operands.lora1_b.transpose(1, 2), self.adapters, 1)
         top_k = operands.topk_ids.shape[1]
         of_adapter = self._adapter_gradients(dp, operands.x, low, adapter, asked, weights, top_k)
         if into_weights:
@@ -316,10 +316,10 @@ class _Backward(NamedTuple):
         if space is None or adapter[0] is None:
             return None, None
         if asked[0] and low is not None:
-            da = adapter_gradient(low, x, weights, space)
+            da = weight_gradient(low, x, weights, space)
         if asked[1]:
-            rows = low_product(x, adapter[0], space, top_k)
-            db = adapter_gradient(dy, rows, weights, space)
+            rows = grouped_gemm(x, adapter[0], space, top_k)
+            db = weight_gradient(dy, rows, weights, space)
         return da, db
 
     @property
@@ -351,19 +351,16 @@ class _Backward(NamedTuple):
         Returns:
             The product, and ``rows[s // top_k] @ B`` of rank r if there is an adapter.
         """
-        scheme, tiles = self.settings.scheme, [*self.space.tiles]
-        invariant = self.space.batch_invariant
+        scheme, space = self.settings.scheme, self.space
         if scheme.weight is None:
-            back, dtype = [w.transpose(1, 2)], rows.dtype
-            through = ops.expert_product(
-                rows, None, back, None, tiles, top_k, scheme.key, dtype, batch_invariant=invariant
-            )
+            through = grouped_gemm(rows, w.transpose(1, 2), space, top_k)
         else:
+            tiles, invariant = [*space.tiles], space.batch_invariant
             through = ops.expert_dgrad(rows, w, *scales, tiles, top_k, scheme.key, invariant)
         a, b = adapter
         if self.adapters is None or a is None:
             return through, None
-        low = low_product(rows, b.transpose(1, 2), self.adapters, top_k)
+        low = grouped_gemm(rows, b.transpose(1, 2), self.adapters, top_k)
         add_product(through, low, a.transpose(1, 2), self.adapters)
         return through, low
 
@@ -374,15 +371,14 @@ class _Backward(NamedTuple):
 
         None: it was added to the main gradient.
         """
-        tiles, experts = [*self.space.tiles], self.space.num_local_experts
-        scheme, invariant = self.settings.scheme.key, self.space.batch_invariant
+        space = self.space
         if main is not None:
-            ops.expert_wgrad_out(dy, x, weights, tiles, experts, invariant, out=main)
+            tiles, experts = [*space.tiles], space.num_local_experts
+            ops.expert_wgrad_out(dy, x, weights, tiles, experts, space.batch_invariant, out=main)
             return None
         if w.stride(-1) != 1 and weights is None:
-            dw = ops.expert_wgrad(x, dy, None, tiles, experts, scheme, w.dtype, invariant)
-            return dw.transpose(1, 2)
-        return ops.expert_wgrad(dy, x, weights, tiles, experts, scheme, w.dtype, invariant)
+            return weight_gradient(x, dy, None, space).transpose(1, 2)
+        return weight_gradient(dy, x, weights, space)
 
     def _bias_gradient(
         self, dy: Tensor, weights: Tensor | None, bias: Tensor, main: Tensor | None
