@@ -100,7 +100,7 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def _start(self, call: Callable[[], Any], device: torch.device) -> tuple[Hook, Receiver]:
         if torch.compiler.is_compiling() or device.type != "cuda":
             result = call()
-            return _nothing, lambda: result
+            return (lambda: None), lambda: result
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
         if side is None:
@@ -119,7 +119,3 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             return result
 
         return hook, receiver
-
-
-def _nothing() -> None:
-    """Hook for work that is already done."""
