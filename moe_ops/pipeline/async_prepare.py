@@ -15,11 +15,7 @@ from torch import Tensor
 
 from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
-from moe_ops.pipeline.prepare_finalize import (
-    FusedMoEPrepareAndFinalizeModular,
-    Hook,
-    Receiver,
-)
+from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular, Hook, Receiver
 
 
 class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):

@@ -14,13 +14,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.pipeline.formats import ExpertTokensMetadata
 from moe_ops.pipeline.gathering import Gathered, by_slot
-from moe_ops.pipeline.gemms import (
-    activated,
-    gemm,
-    gemm_then_sum,
-    quantized,
-    sums_at_once,
-)
+from moe_ops.pipeline.gemms import activated, gemm, gemm_then_sum, quantized, sums_at_once
 from moe_ops.tensors import Routing, Rows
 
 
