@@ -28,8 +28,8 @@ from moe_ops.pipeline.lora import (
     adapter_rows,
     add_product,
     grouped_gemm,
+    grouped_wgrad,
     pairs_of,
-    weight_gradient,
 )
 from moe_ops.pipeline.main_grads import main_grad_of
 from moe_ops.pipeline.row_spaces import SlotRows
@@ -316,10 +316,10 @@ class _Backward(NamedTuple):
         if space is None or adapter[0] is None:
             return None, None
         if asked[0] and low is not None:
-            da = weight_gradient(low, x, weights, space)
+            da = grouped_wgrad(low, x, weights, space)
         if asked[1]:
             rows = grouped_gemm(x, adapter[0], space, top_k)
-            db = weight_gradient(dy, rows, weights, space)
+            db = grouped_wgrad(dy, rows, weights, space)
         return da, db
 
     @property
@@ -377,8 +377,8 @@ class _Backward(NamedTuple):
             ops.expert_wgrad_out(dy, x, weights, tiles, experts, space.batch_invariant, out=main)
             return None
         if w.stride(-1) != 1 and weights is None:
-            return weight_gradient(x, dy, None, space).transpose(1, 2)
-        return weight_gradient(dy, x, weights, space)
+            return grouped_wgrad(x, dy, None, space).transpose(1, 2)
+        return grouped_wgrad(dy, x, weights, space)
 
     def _bias_gradient(
         self, dy: Tensor, weights: Tensor | None, bias: Tensor, main: Tensor | None

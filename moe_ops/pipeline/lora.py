@@ -176,7 +176,7 @@ def add_product(
     ops.expert_product_out(rows, [w], weights, tiles, top_k, invariant, first, step, out=total)
 
 
-def weight_gradient(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:
+def grouped_wgrad(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:
     """``(weights * dy).T @ x`` over the slots of each expert, or pair of adapter and expert."""
     tiles, experts = [*space.tiles], space.num_local_experts
     scheme, invariant = UNQUANTIZED.key, space.batch_invariant
@@ -283,11 +283,11 @@ class _Lora(Function):
         dx = da = db = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[2]:
-            db = weight_gradient(grad, grouped_gemm(x, a, space, ctx.top_k), None, space)
+            db = grouped_wgrad(grad, grouped_gemm(x, a, space, ctx.top_k), None, space)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             low = grouped_gemm(grad, b.transpose(1, 2), space, 1)
             if ctx.needs_input_grad[1]:
-                da = weight_gradient(low, x, None, space)
+                da = grouped_wgrad(low, x, None, space)
             if ctx.needs_input_grad[0]:
                 rows = grouped_gemm(low, a.transpose(1, 2), space, 1)
                 each = ids if ctx.top_k > 1 else ids.view(-1, 1)
