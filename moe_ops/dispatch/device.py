@@ -83,5 +83,4 @@ def row_tile_facts(device: torch.device) -> tuple[int, int | None]:
 def _arch(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0  # a device that only fake tensors are on
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return _facts(device).arch

@@ -172,11 +172,7 @@ class GemmProblem(NamedTuple):
 
 
 def sizes_of(
-    num_slots: int,
-    weight: Sequence[int],
-    itemsize: int,
-    rule: TileRule,
-    activation: str,
+    num_slots: int, weight: Sequence[int], itemsize: int, rule: TileRule, activation: str
 ) -> Gemm:
     """Sizes of a GEMM with a weight of ``(E, rows, K)`` numbers."""
     num_experts, rows, k = weight

@@ -84,15 +84,13 @@ def cost_of(
     num_tokens: int,
 ) -> Cost:
     """The cost of a layer with the given experts on a device; ``shared`` have every token."""
-    width, gates = config.intermediate_size, 2 if config.is_act_and_mul else 1
-    hidden, itemsize = config.hidden_dim, config.in_dtype.itemsize
-    shapes = ((gates * width, hidden), (hidden, width))
+    width, hidden, itemsize = config.intermediate_size, config.hidden_dim, config.in_dtype.itemsize
     slots = num_tokens * config.experts_per_token * config.num_local_experts / config.num_experts
     active = active_experts(config, num_tokens, shared)
     weight_bytes = round(active * bytes_per_expert(config, scheme))
     activation_bytes = 2 * num_tokens * hidden * itemsize
     h_bits = 8 * itemsize if scheme.activation is None else scheme.activation.element.stored_bits
-    flops = round(2 * slots * sum(n * k for n, k in shapes))
+    flops = round(2 * slots * sum(n * k for n, k in config.weight_shapes))
     both = _plans(config, scheme, experts, num_tokens, target.facts)
     plans = both and (both[0][0], both[1][0])
     return Cost(
@@ -136,16 +134,12 @@ def active_experts(config: FusedMoEConfig, num_tokens: int, shared: int = 0) -> 
 
 def bytes_per_expert(config: FusedMoEConfig, scheme: Scheme) -> float:
     """Bytes of one expert: both weights with scales and biases."""
-    width, gates = config.intermediate_size, 2 if config.is_act_and_mul else 1
-    shapes = ((gates * width, config.hidden_dim), (config.hidden_dim, width))
-    return sum(_weight_bytes(config, scheme, n, k) for n, k in shapes)
-
-
-def _weight_bytes(config: FusedMoEConfig, scheme: Scheme, n: int, k: int) -> float:
-    """Bytes of one expert's weight ``(N, K)``, with scales and bias."""
     itemsize = config.in_dtype.itemsize
-    each = itemsize if scheme.weight is None else scheme.weight_bits(n, k) / 8
-    return n * k * each + n * itemsize * config.has_bias
+    total: float = 0
+    for n, k in config.weight_shapes:
+        each = itemsize if scheme.weight is None else scheme.weight_bits(n, k) / 8
+        total += n * k * each + n * itemsize * config.has_bias
+    return total
 
 
 def _floor_us(nbytes: int, flops: int, math: str, target: TargetDevice) -> float | None:
@@ -164,8 +158,7 @@ def _workspace_bytes(
         return None
     *workspaces, output = experts.workspace_shapes(
         config.max_num_tokens or num_tokens,
-        config.intermediate_size * (2 if config.is_act_and_mul else 1),
-        config.hidden_dim,
+        *config.weight_shapes[0],
         config.experts_per_token,
         config.num_experts,
         config.num_local_experts,
@@ -192,7 +185,6 @@ def _plans(
     fused = experts.ACTIVATES_IN_GEMM1
     if device is None or fused is None:
         return None
-    hidden, width = config.hidden_dim, config.intermediate_size
     num_experts, dtype = config.num_local_experts, config.in_dtype
     top_k, slots = config.experts_per_token, num_tokens * config.experts_per_token
     tokens: int | None = num_tokens
@@ -206,7 +198,7 @@ def _plans(
     rule = row_tile_rule(scheme.key, dtype.itemsize, arch, device.row_tile, config.batch_invariant)
     if tokens is not None:
         rule = routed_among(rule, config.num_experts)
-    gates = 2 if config.is_act_and_mul else 1
+    first, second = config.weight_shapes
 
     def plan(n: int, k: int, activation: str, top_k: int) -> tuple[GemmPlan, PassedOver]:
         shape, invariant = (num_experts, n, k), config.batch_invariant
@@ -229,4 +221,4 @@ def _plans(
         problem = problem_of(operands)
         return plan_gemm(problem, device), passed_over(problem, device)
 
-    return plan(gates * width, hidden, of_layer, top_k), plan(hidden, width, "", 1)
+    return plan(*first, of_layer, top_k), plan(*second, "", 1)

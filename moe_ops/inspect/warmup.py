@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
-from moe_ops.dispatch.device import Device, device_facts
+from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import GemmProblem, problem_of
@@ -120,15 +120,12 @@ class Variants(NamedTuple):
         """A key for a token count: token counts with equal keys run the same binaries."""
         arriving = num_tokens if self.arriving is None else self.arriving(num_tokens)
         num_experts, slots = self.w1.shape[0], arriving * self.top_k
-        plans = (plan_gemm(problem, self._device) for problem in self._problems(arriving))
+        device = device_facts(self.w1.device)
+        plans = (plan_gemm(problem, device) for problem in self._problems(arriving))
         gemms = ((plan.kernel, plan.config, plan.quantizes_rows) for plan in plans)
         routing = num_tokens >= MANY_TOKENS, num_tokens == 1
         sorting = is_direct(slots, num_experts), scan_sizes(slots)
         return (*gemms, *sorting, *routing)
-
-    @property
-    def _device(self) -> Device:
-        return device_facts(self.w1.device)
 
     def _problems(self, num_tokens: int) -> Iterator[GemmProblem]:
         """The problems of both GEMMs, with and without tensors that TMA can read."""

@@ -163,15 +163,12 @@ def _gpu_facts(device: str | None) -> Device | None:
 
 def _weights(config: FusedMoEConfig, scheme: Scheme) -> tuple[Tensor, Tensor, FusedMoEQuantConfig]:
     """Weights without data, as the scheme stores them."""
-    hidden, intermediate = config.hidden_dim, config.intermediate_size
-    rows = 2 * intermediate if config.is_act_and_mul else intermediate
-    shapes = ((rows, hidden), (hidden, intermediate))
     w1, w2 = (
         quantize_weight(
             torch.empty(config.num_local_experts, *shape, dtype=config.in_dtype, device="meta"),
             scheme,
         )
-        for shape in shapes
+        for shape in config.weight_shapes
     )
     one = torch.empty(1, dtype=torch.float32, device="meta")
     scales = dict.fromkeys(scheme.input_scale_names, one)

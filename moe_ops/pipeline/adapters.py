@@ -14,7 +14,7 @@ from moe_ops import checks, ops
 from moe_ops.pipeline.forward import Pass
 from moe_ops.pipeline.gathering import by_slot
 from moe_ops.pipeline.gemms import activated, quantized
-from moe_ops.pipeline.lora import adapter_rows, add_product, low_product
+from moe_ops.pipeline.lora import adapter_rows, add_product, grouped_gemm
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.tensors import Routing, Rows
 
@@ -159,7 +159,7 @@ class Product(NamedTuple):
 
     def add_to(self, total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None:
         """Add the products of rows, times the slots' weights, to the slots' rows of ``total``."""
-        low = low_product(rows, self.a, self.into, self.top_k)
+        low = grouped_gemm(rows, self.a, self.into, self.top_k)
         add_product(total, low, self.b, self.out_of, weights, self.repeats, self.columns)
 
 

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
-from moe_ops.pipeline.prepare_finalize import (
-    FusedMoEPrepareAndFinalizeModular,
-    Hook,
-    Receiver,
-)
+from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular, Hook, Receiver
 
 
 class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
@@ -100,7 +96,7 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def _start(self, call: Callable[[], Any], device: torch.device) -> tuple[Hook, Receiver]:
         if torch.compiler.is_compiling() or device.type != "cuda":
             result = call()
-            return _nothing, lambda: result
+            return (lambda: None), lambda: result
         current = torch.cuda.current_stream(device)
         side = self._streams.get(device)
         if side is None:
@@ -119,7 +115,3 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             return result
 
         return hook, receiver
-
-
-def _nothing() -> None:
-    """Hook for work that is already done."""

@@ -25,10 +25,10 @@ from moe_ops.pipeline.gathering import Settings
 from moe_ops.pipeline.lora import (
     ExpertLora,
     Factors,
-    adapter_gradient,
     adapter_rows,
     add_product,
-    low_product,
+    grouped_gemm,
+    grouped_wgrad,
     pairs_of,
 )
 from moe_ops.pipeline.main_grads import main_grad_of
@@ -180,15 +180,13 @@ def _lora_operands(
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...], Tensor | None]:
     """The `Factors` of both adapters, and `pairs_of` the routing; None for what a call lacks."""
     none = (None, None)
-    if lora is None or not (lora.w1 or lora.w2):
+    if lora is None or (used := lora.w1 or lora.w2) is None:
         return none, none, None
     first, second = (
         none if pair is None else Factors.of(*pair, lora.scaling, dtype)
         for pair in (lora.w1, lora.w2)
     )
-    used = lora.w1 or lora.w2
-    num_adapters = 0 if used is None else used[0].shape[0]
-    return first, second, pairs_of(routing, num_experts, lora.lora_ids, num_adapters)
+    return first, second, pairs_of(routing, num_experts, lora.lora_ids, used[0].shape[0])
 
 
 class _Experts(Function):
@@ -240,7 +238,7 @@ class _Backward(NamedTuple):
         operands, wanted, key = self.operands, self.wanted, self.settings.activation
         mains, on_output = self.mains, self.on_output
         db2 = self._bias_gradient(grad, on_output, operands.b2, mains.b2) if wanted.b2 else None
-        if not self._goes_through():
+        if not any(wanted._replace(w2=False, b2=False)):  # none goes through the second weight
             dw2 = None
             if wanted.w2:
                 h = ops.activation(product, key)
@@ -248,7 +246,8 @@ class _Backward(NamedTuple):
             return (None, None, dw2, None, None, db2, *[None] * 4)
         top_k = operands.topk_ids.shape[1] if self.settings.summed else 1
         adapter = (operands.lora2_a, operands.lora2_b)
-        rows, low = self._through(grad, operands.w2, self.second, adapter, top_k)
+        scales = (operands.w2_scale, operands.w2_zero_point, operands.w2_global_scale)
+        rows, low = self._through(grad, operands.w2, scales, adapter, top_k)
         keeps = wanted.w2 or wanted.lora2_a or wanted.lora2_b
         dp, h, products = ops.moe_activation_backward(
             rows, product, on_output, *self.slots, key, keeps
@@ -271,12 +270,6 @@ class _Backward(NamedTuple):
         weights = weights if wanted.topk_weights else None
         return (dx, dw1, dw2, weights, db1, db2, *first, *second)
 
-    def _goes_through(self) -> bool:
-        """Whether a gradient is asked for that goes through the second weight, or an adapter."""
-        wanted = self.wanted
-        adapters = (wanted.lora1_a, wanted.lora1_b, wanted.lora2_a, wanted.lora2_b)
-        return wanted.x or wanted.w1 or wanted.topk_weights or wanted.b1 or any(adapters)
-
     def _first_gradients(self, dp: Tensor) -> tuple[Any, Any, Any]:
         """Gradients of the tokens, of router weights on the input, and of the first adapter."""
         operands, wanted, weights = self.operands, self.wanted, self.on_input
@@ -284,9 +277,10 @@ class _Backward(NamedTuple):
         into_weights = wanted.topk_weights and weights is not None
         rows = low = dx = of_weights = None
         if wanted.x or into_weights:
-            rows, low = self._through(dp, operands.w1, self.first, adapter, 1)
+            scales = (operands.w1_scale, operands.w1_zero_point, operands.w1_global_scale)
+            rows, low = self._through(dp, operands.w1, scales, adapter, 1)
         elif wanted.lora1_a and self.adapters is not None:
-            low = low_product(dp, operands.lora1_b.transpose(1, 2), self.adapters, 1)
+            low = grouped_gemm(dp, operands.lora1_b.transpose(1, 2), self.adapters, 1)
         top_k = operands.topk_ids.shape[1]
         of_adapter = self._adapter_gradients(dp, operands.x, low, adapter, asked, weights, top_k)
         if into_weights:
@@ -322,10 +316,10 @@ class _Backward(NamedTuple):
         if space is None or adapter[0] is None:
             return None, None
         if asked[0] and low is not None:
-            da = adapter_gradient(low, x, weights, space)
+            da = grouped_wgrad(low, x, weights, space)
         if asked[1]:
-            rows = low_product(x, adapter[0], space, top_k)
-            db = adapter_gradient(dy, rows, weights, space)
+            rows = grouped_gemm(x, adapter[0], space, top_k)
+            db = grouped_wgrad(dy, rows, weights, space)
         return da, db
 
     @property
@@ -344,16 +338,6 @@ class _Backward(NamedTuple):
         """Ids, expert map and El, which say what slots are skipped."""
         return self.operands.topk_ids, self.operands.expert_map, self.space.num_local_experts
 
-    @property
-    def first(self) -> tuple[Tensor | None, ...]:
-        """Scales, zero points and global scales of the first weight."""
-        return self.operands.w1_scale, self.operands.w1_zero_point, self.operands.w1_global_scale
-
-    @property
-    def second(self) -> tuple[Tensor | None, ...]:
-        """Scales, zero points and global scales of the second weight."""
-        return self.operands.w2_scale, self.operands.w2_zero_point, self.operands.w2_global_scale
-
     def _through(
         self,
         rows: Tensor,
@@ -367,19 +351,16 @@ class _Backward(NamedTuple):
         Returns:
             The product, and ``rows[s // top_k] @ B`` of rank r if there is an adapter.
         """
-        scheme, tiles = self.settings.scheme, [*self.space.tiles]
-        invariant = self.space.batch_invariant
+        scheme, space = self.settings.scheme, self.space
         if scheme.weight is None:
-            back, dtype = [w.transpose(1, 2)], rows.dtype
-            through = ops.expert_product(
-                rows, None, back, None, tiles, top_k, scheme.key, dtype, batch_invariant=invariant
-            )
+            through = grouped_gemm(rows, w.transpose(1, 2), space, top_k)
         else:
+            tiles, invariant = [*space.tiles], space.batch_invariant
             through = ops.expert_dgrad(rows, w, *scales, tiles, top_k, scheme.key, invariant)
         a, b = adapter
         if self.adapters is None or a is None:
             return through, None
-        low = low_product(rows, b.transpose(1, 2), self.adapters, top_k)
+        low = grouped_gemm(rows, b.transpose(1, 2), self.adapters, top_k)
         add_product(through, low, a.transpose(1, 2), self.adapters)
         return through, low
 
@@ -390,15 +371,14 @@ class _Backward(NamedTuple):
 
         None: it was added to the main gradient.
         """
-        tiles, experts = [*self.space.tiles], self.space.num_local_experts
-        scheme, invariant = self.settings.scheme.key, self.space.batch_invariant
+        space = self.space
         if main is not None:
-            ops.expert_wgrad_out(dy, x, weights, tiles, experts, invariant, out=main)
+            tiles, experts = [*space.tiles], space.num_local_experts
+            ops.expert_wgrad_out(dy, x, weights, tiles, experts, space.batch_invariant, out=main)
             return None
         if w.stride(-1) != 1 and weights is None:
-            dw = ops.expert_wgrad(x, dy, None, tiles, experts, scheme, w.dtype, invariant)
-            return dw.transpose(1, 2)
-        return ops.expert_wgrad(dy, x, weights, tiles, experts, scheme, w.dtype, invariant)
+            return grouped_wgrad(x, dy, None, space).transpose(1, 2)
+        return grouped_wgrad(dy, x, weights, space)
 
     def _bias_gradient(
         self, dy: Tensor, weights: Tensor | None, bias: Tensor, main: Tensor | None

@@ -10,11 +10,7 @@ from moe_ops.gradients import wanted
 from moe_ops.pipeline.batched_gradients import Places, dispatched
 from moe_ops.pipeline.checking import check_none_dropped
 from moe_ops.pipeline.experts import FusedMoEExperts
-from moe_ops.pipeline.formats import (
-    ExpertTokensMetadata,
-    FusedMoEActivationFormat,
-    PrepareResult,
-)
+from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular
 from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduce,

@@ -11,6 +11,7 @@ from moe_ops.functional.align import count_expert_num_tokens
 from moe_ops.pipeline.formats import ExpertTokensMetadata, PrepareResult
 from moe_ops.pipeline.lora import ExpertLora, attached_lora_ids
 from moe_ops.pipeline.prepare_finalize import Hook, Receiver
+from moe_ops.tensors import Rows
 
 
 class Call(NamedTuple):
@@ -113,22 +114,20 @@ def num_experts_of(call: Call) -> int:
 
 def chunk_of(
     call: Call,
-    prepared: PrepareResult,
+    rows: Rows,
+    meta: ExpertTokensMetadata | None,
     tokens: slice,
     rows_per_token: int,
     scales_have_rows: bool,
-) -> tuple[Call, PrepareResult]:
+) -> tuple[Call, Rows, ExpertTokensMetadata | None]:
     """The part of a routed call for a slice of tokens, with recomputed row counts per expert."""
-    ids = call.topk_ids[tokens]
+    ids, scale = call.topk_ids[tokens], rows.scale
     part = slice(tokens.start * rows_per_token, tokens.stop * rows_per_token)
-    scale, meta = prepared.a1q_scale, prepared.expert_tokens_meta
     if scale is not None and scales_have_rows:
         scale = scale[part]
     if meta is not None:
         counts = count_expert_num_tokens(ids, call.w1.shape[0], call.expert_map)
         meta = ExpertTokensMetadata(counts)
     lora = None if call.lora is None else call.lora.tokens(tokens)
-    return (
-        call._replace(topk_ids=ids, topk_weights=call.topk_weights[tokens], lora=lora),
-        PrepareResult(prepared.a1q[part], scale, meta, None, None),
-    )
+    call = call._replace(topk_ids=ids, topk_weights=call.topk_weights[tokens], lora=lora)
+    return call, Rows(rows.data[part], scale), meta

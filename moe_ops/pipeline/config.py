@@ -89,11 +89,15 @@ class FusedMoEConfig:
         checks.flags(**{name: getattr(self, name) for name in flags})
         checks.instance("routing_method", self.routing_method, RoutingMethodType)
         checks.instance("moe_parallel_config", self.moe_parallel_config, FusedMoEParallelConfig)
-        for name, choices in (
-            ("in_dtype", checks.FLOATS),
-            ("router_logits_dtype", (*checks.FLOATS, None)),
-        ):
-            checks.dtype_of(name, getattr(self, name), choices)
+        checks.dtype_of("in_dtype", self.in_dtype, checks.FLOATS)
+        logits = (*checks.FLOATS, None)
+        checks.dtype_of("router_logits_dtype", self.router_logits_dtype, logits)
+
+    @property
+    def weight_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and columns of an expert's two weights, in numbers."""
+        rows = self.intermediate_size * (2 if self.is_act_and_mul else 1)
+        return (rows, self.hidden_dim), (self.hidden_dim, self.intermediate_size)
 
     @property
     def activation_kind(self) -> MoEActivation:

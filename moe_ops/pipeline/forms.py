@@ -17,14 +17,7 @@ from moe_ops.dispatch.operands import layer_operands
 from moe_ops.dispatch.problem import problem_of
 from moe_ops.dispatch.row_tiles import row_tile_rule
 from moe_ops.pipeline.layer_checks import known_arch
-from moe_ops.scheme import (
-    Scheme,
-    exact_fp8_scheme,
-    is_packed,
-    min_capability,
-    pack_weight,
-    packs,
-)
+from moe_ops.scheme import Scheme, exact_fp8_scheme, is_packed, min_capability, pack_weight, packs
 from moe_ops.scheme.packed import pack_weight_
 from moe_ops.tensors import QTensor
 

@@ -11,16 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from moe_ops import ops
 from moe_ops.pipeline.formats import ExpertTokensMetadata
 from moe_ops.pipeline.gathering import Gathered, by_slot
-from moe_ops.pipeline.gemms import (
-    activated,
-    activated_gemm,
-    gemm,
-    gemm_then_sum,
-    quantized,
-    sums_at_once,
-)
+from moe_ops.pipeline.gemms import activated, gemm, gemm_then_sum, quantized, sums_at_once
 from moe_ops.tensors import Routing, Rows
 
 
@@ -110,7 +104,8 @@ def forward(
     if record is None or apart:  # GEMM, activate
         h_RI = product_RN = gemm(rows, w1, space, top_k, scheme, dtype, first, on_input)
     else:
-        h_RI, product_RN = activated_gemm(rows, w1, space, top_k, scheme, dtype, first, on_input)
+        both = ops.activated_product
+        h_RI, product_RN = gemm(rows, w1, space, top_k, scheme, dtype, first, on_input, both)
     del rows
     if record is not None:
         record += (product_RN, space.tiles.plan)

@@ -138,16 +138,7 @@ def expert_rows(
 ) -> Tensor:
     """`fused_experts` before the weighted sum: row ``t * k + j`` is slot j of token t.
 
-    Args:
-        hidden_states: as in `fused_experts`, like every argument not named here.
-        w1: see `fused_experts`.
-        w2: see `fused_experts`.
-        routing: the tokens' routing, whose weights are checked and not used.
-        activation: see `fused_experts`.
-        w1_bias: see `fused_experts`.
-        w2_bias: see `fused_experts`.
-        quant_config: see `fused_experts`.
-        lora: see `fused_experts`.
+    All arguments are as in `fused_experts`; the weights of ``routing`` are checked and not used.
 
     Returns:
         ``(T * k, H)``, with gradients; the rows of skipped slots are undefined (also NaN).

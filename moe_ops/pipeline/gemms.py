@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,13 +168,15 @@ def gemm(
     dtype: torch.dtype,
     activation: str = "",
     topk_weights: Tensor | None = None,
-) -> Tensor:
+    operator: Any = ops.expert_product,
+) -> Any:
     """``f(topk_weights[s] * rows[s // top_k] @ w[e].T + bias[e])`` for every row s of the plan.
 
     The result is rounded to ``dtype`` once. ``topk_weights`` (only with rows that are not
-    quantized) multiply the product in float32; ``activation`` is the key of f.
+    quantized) multiply the product in float32; ``activation`` is the key of f. The operator
+    `activated_product` also returns the product before f: in slot order, rounded to ``dtype``.
     """
-    return ops.expert_product(
+    return operator(
         rows.data,
         rows.scale,
         [*weight],
@@ -187,33 +189,6 @@ def gemm(
         space.expert_order and scheme.weight is None,
         space.batch_invariant,
     )
-
-
-def activated_gemm(
-    rows: Rows,
-    weight: ExpertWeight,
-    space: SlotRows | BatchedRows,
-    top_k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    activation: str,
-    topk_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`gemm`, and its product before the activation: in slot order, rounded to ``dtype``."""
-    result: tuple[Tensor, Tensor] = ops.activated_product(
-        rows.data,
-        rows.scale,
-        [*weight],
-        topk_weights,
-        [*space.tiles],
-        top_k,
-        scheme.key,
-        dtype,
-        activation,
-        space.expert_order and scheme.weight is None,
-        space.batch_invariant,
-    )
-    return result
 
 
 def sums_at_once(space: SlotRows | BatchedRows, weight: ExpertWeight, scheme: Scheme) -> bool:

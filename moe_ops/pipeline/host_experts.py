@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops.residency.host import HostMemory, padded_size
 from moe_ops.residency.slots import Residency, tensor_pairs
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig
-from moe_ops.tensors import ExpertWeight, ExpertWeights
+from moe_ops.tensors import ExpertWeight, ExpertWeights, TensorSpec
 
 
 class HostConfig(FusedMoEQuantConfig):
@@ -105,16 +105,9 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     expected = 1
     for stride, length in axes:
         if length > 1 and stride != expected:
-            return _contiguous(x)
+            return TensorSpec.contiguous(x.dtype, *x.shape).strides
         expected *= length
     return x.stride() if size == dense else (dense, *x.stride()[1:])
-
-
-def _contiguous(x: Tensor) -> tuple[int, ...]:
-    strides = [1]
-    for length in x.shape[:0:-1]:
-        strides.append(strides[-1] * length)
-    return tuple(strides[::-1])
 
 
 @torch.inference_mode(False)  # later calls write to these tensors

@@ -18,11 +18,7 @@ from moe_ops.pipeline.calls import (
     routed,
     without_history,
 )
-from moe_ops.pipeline.formats import (
-    ExpertTokensMetadata,
-    FusedMoEActivationFormat,
-    PrepareResult,
-)
+from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.pipeline.kernel_checks import check_prepared
 from moe_ops.tensors import Routing, Rows
 
@@ -69,21 +65,19 @@ class KernelCall:
         if self.decision.reason is not None:
             call = without_history(call)
         num_tokens = call.topk_ids.shape[0]
-        chunks = 1 if size is None else cdiv(num_tokens, size)
-        if size is None or chunks <= 1:
+        if size is None or num_tokens <= size:
             return self._experts(call, held, meta, routing.expert_map)
         weighted = self.kernel.weighted_by_prepare(call, self.decision)
         rows_per_token = call.topk_ids.shape[1] if weighted else 1
         quant = self.kernel.fused_experts.quant_config.scheme.activation
         scales_have_rows = quant is not None and not quant.per_tensor
-        prepared, parts = PrepareResult(*held.pop(), meta, None, None), []
-        for i in range(chunks):
+        rows, parts = held.pop(), []
+        for i in range(cdiv(num_tokens, size)):
             tokens = slice(i * size, (i + 1) * size)
-            chunk, rows = chunk_of(call, prepared, tokens, rows_per_token, scales_have_rows)
-            of_chunk = [Rows(rows.a1q, rows.a1q_scale)]
-            parts.append(
-                self._experts(chunk, of_chunk, rows.expert_tokens_meta, routing.expert_map)
+            chunk, part, counts = chunk_of(
+                call, rows, meta, tokens, rows_per_token, scales_have_rows
             )
+            parts.append(self._experts(chunk, [part], counts, routing.expert_map))
         return torch.cat(parts)
 
     def _experts(

@@ -174,8 +174,7 @@ def lacks_gradients(kernel: Any, call: Call) -> str | None:
     for name, part in (("prepare_finalize", prepare), ("fused_experts", experts)):
         if not part.has_gradients():
             return f"{name} must have gradients, got {type(part).__name__}"
-    shared = _scale_of_all_tokens(kernel)
-    return lacking((call.w1, call.w2), experts.quant_config) if shared is None else shared
+    return _scale_of_all_tokens(kernel) or lacking((call.w1, call.w2), experts.quant_config)
 
 
 def _scale_of_all_tokens(kernel: Any) -> str | None:

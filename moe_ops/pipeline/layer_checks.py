@@ -47,21 +47,19 @@ def check_experts(
     if scheme.weight is not None:
         config = FusedMoEQuantConfig(scheme, **dict(zip(TENSORS, quant_tensors, strict=True)))
         check_quantized(hidden_states, w1, w2, kind, config)
-        check_device(hidden_states, scheme)
+        lacks = lacks_here(scheme, hidden_states.device)
+        if lacks is not None:
+            raise NotImplementedError(lacks)
         check_biases(hidden_states, w1, w2, w1_bias, w2_bias)
     else:
         check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
 
 
-def check_device(hidden_states: Tensor, scheme: Scheme) -> None:
-    """Raise NotImplementedError on a GPU that cannot run the scheme; the text names what works."""
-    lacks = lacks_here(scheme, hidden_states.device)
-    if lacks is not None:
-        raise NotImplementedError(lacks)
-
-
 def lacks_here(scheme: Scheme, device: torch.device) -> str | None:
-    """Why a device of this machine cannot run a scheme; None if it can. A CPU always can."""
+    """Why a device of this machine cannot run a scheme, and what works; None if it can.
+
+    A CPU always can.
+    """
     arch = known_arch(device)
     return None if arch is None else what_lacks(scheme, arch)
 

@@ -149,13 +149,11 @@ def adapter_rows(
     return SlotRows.of(routing, num_experts, UNQUANTIZED, dtype, invariant, plan)
 
 
-def low_product(
-    rows: Tensor, w: Tensor, space: SlotRows, top_k: int, weights: Tensor | None = None
-) -> Tensor:
-    """``weights[s] * rows[s // top_k] @ w[e].T``; rows of slots without an adapter: undefined."""
+def grouped_gemm(rows: Tensor, w: Tensor, space: SlotRows, top_k: int) -> Tensor:
+    """``rows[s // top_k] @ w[e].T`` for every slot s; undefined for slots without an expert."""
     tiles, scheme, invariant = [*space.tiles], UNQUANTIZED.key, space.batch_invariant
     return ops.expert_product(
-        rows, None, [w], weights, tiles, top_k, scheme, rows.dtype, batch_invariant=invariant
+        rows, None, [w], None, tiles, top_k, scheme, rows.dtype, batch_invariant=invariant
     )
 
 
@@ -178,8 +176,8 @@ def add_product(
     ops.expert_product_out(rows, [w], weights, tiles, top_k, invariant, first, step, out=total)
 
 
-def adapter_gradient(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:
-    """``(weights * dy).T @ x`` over the slots of each pair of adapter and expert."""
+def grouped_wgrad(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:
+    """``(weights * dy).T @ x`` over the slots of each expert, or pair of adapter and expert."""
     tiles, experts = [*space.tiles], space.num_local_experts
     scheme, invariant = UNQUANTIZED.key, space.batch_invariant
     return ops.expert_wgrad(dy, x, weights, tiles, experts, scheme, dy.dtype, invariant)
@@ -273,7 +271,7 @@ class _Lora(Function):
         space = adapter_rows(ids, a.shape[0], x.dtype, invariant=False)
         ctx.top_k = top_k
         ctx.save_for_backward(x, a, b, ids, space.tiles.plan)
-        out = low_product(low_product(x, a, space, top_k), b, space, 1)
+        out = grouped_gemm(grouped_gemm(x, a, space, top_k), b, space, 1)
         return out.masked_fill_((ids < 0).view(-1, 1), 0.0)
 
     @staticmethod
@@ -285,13 +283,13 @@ class _Lora(Function):
         dx = da = db = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[2]:
-            db = adapter_gradient(grad, low_product(x, a, space, ctx.top_k), None, space)
+            db = grouped_wgrad(grad, grouped_gemm(x, a, space, ctx.top_k), None, space)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            low = low_product(grad, b.transpose(1, 2), space, 1)
+            low = grouped_gemm(grad, b.transpose(1, 2), space, 1)
             if ctx.needs_input_grad[1]:
-                da = adapter_gradient(low, x, None, space)
+                da = grouped_wgrad(low, x, None, space)
             if ctx.needs_input_grad[0]:
-                rows = low_product(low, a.transpose(1, 2), space, 1)
+                rows = grouped_gemm(low, a.transpose(1, 2), space, 1)
                 each = ids if ctx.top_k > 1 else ids.view(-1, 1)
                 dx = ops.moe_fused_mul_sum(rows, None, each, None, None, a.shape[0])
         return dx, da, db, None, None

@@ -300,10 +300,7 @@ class FusedMoEKernel:
         return self._finish(call, finalized, self.shared_experts)
 
     def _finish(
-        self,
-        call: Call,
-        finalized: Pending,
-        shared_experts: Callable[[Tensor], Tensor] | None,
+        self, call: Call, finalized: Pending, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         shared, shared_input = None, call.shared_experts_input
         if shared_experts is None and shared_input is not None:

@@ -35,19 +35,9 @@ def normed_experts(
     rows are rounded to the dtype of ``hidden_states`` before the norm, which computes in any
     precision. Gradients are as in `fused_experts`, with the norm's own.
 
-    Args:
-        hidden_states: as in `fused_experts`, like every argument not named here.
-        w1: see `fused_experts`.
-        w2: see `fused_experts`.
-        routing: the tokens' routing.
-        norm: ``(T * k, H) -> (T * k, H)``, row by row: row ``t * k + j`` is slot ``j`` of token
-            ``t``. Rows of skipped slots are zeros with gradients, else undefined (also NaN); what
-            it returns for them is not read.
-        activation: see `fused_experts`.
-        w1_bias: see `fused_experts`.
-        w2_bias: see `fused_experts`.
-        quant_config: see `fused_experts`.
-        lora: see `fused_experts`.
+    ``norm`` is ``(T * k, H) -> (T * k, H)``, row by row: row ``t * k + j`` is slot ``j`` of token
+    ``t``. Rows of skipped slots are zeros with gradients, else undefined (also NaN); what it
+    returns for them is not read. All other arguments are as in `fused_experts`.
 
     Returns:
         ``(T, H)``, contiguous, of the dtype that ``norm`` returns.

@@ -19,11 +19,7 @@ SCALE_DTYPES = {"e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,)}
 
 
 def check_quantized(
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    kind: MoEActivation,
-    config: FusedMoEQuantConfig,
+    hidden_states: Tensor, w1: Tensor, w2: Tensor, kind: MoEActivation, config: FusedMoEQuantConfig
 ) -> None:
     """Check that weights are stored as the scheme says, and that its tensors are given and fit.
 

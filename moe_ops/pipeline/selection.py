@@ -200,7 +200,5 @@ def build(
         rows["max_num_tokens"] = part.max_num_tokens_per_rank()
         rows["num_dispatchers"] = part.num_dispatchers()
     return FusedMoEKernel(
-        part,
-        experts(config, quant_config, **rows),
-        moe_parallel_config=config.moe_parallel_config,
+        part, experts(config, quant_config, **rows), moe_parallel_config=config.moe_parallel_config
     )

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops.dispatch.blackwell import BLOCK_SCALED, TILES_FROM
+from moe_ops.dispatch.device import assumed
 from moe_ops.inspect.devices import TARGETS
 from moe_ops.pipeline import layer_checks
 from moe_ops.scheme import TENSORS, min_capability, schemes_instead, what_lacks
@@ -80,10 +81,9 @@ def test_calls_say_it_before_anything_is_launched(scheme, ampere):
 @every_row("config", [STANDARD, BATCHED])
 def test_selection_says_it(config, ampere, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     config = replace(config, device="cuda")
-    with pytest.raises(NotImplementedError) as raised:
+    with assumed(TARGETS["sm_80"].facts), pytest.raises(NotImplementedError) as raised:
         moe_ops.select_kernel(config, "mxfp4_mxfp8")
     assert "TritonExperts: kernel does not support current device NVIDIA A100" in str(raised.value)
     text = "mxfp4_mxfp8 does not run on sm_80, 8-bit floats need sm_89: mxfp4_w4a16 or mxfp4 would"

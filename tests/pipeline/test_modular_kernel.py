@@ -22,6 +22,7 @@ import moe_ops
 from moe_ops import FusedMoEKernel
 from moe_ops.pipeline import Call, PrepareResult
 from moe_ops.pipeline.calls import Pending, chunk_of, num_experts_of
+from moe_ops.tensors import Rows
 from moe_ops.testing import (
     Problem,
     assert_layer_matches,
@@ -145,14 +146,13 @@ def test_parts_of_a_call():
         torch.arange(8)[:, None],
         moe_ops.pipeline.ExpertTokensMetadata(torch.tensor([2, 4, 1])),
     )
-    prepared = PrepareResult(rows, -rows, meta, None, None)
-    part, chunk = chunk_of(call, prepared, slice(2, 4), 2, True)
+    part, chunk, counted = chunk_of(call, Rows(rows, -rows), meta, slice(2, 4), 2, True)
     assert torch.equal(part.topk_ids, ids[2:]) and torch.equal(part.topk_weights, ids[2:].float())
-    assert chunk.a1q.flatten().tolist() == [4, 5, 6, 7]
-    assert chunk.a1q_scale.flatten().tolist() == [-4, -5, -6, -7]
-    assert chunk.expert_tokens_meta.expert_num_tokens.tolist() == [1, 1, 1]
-    _, chunk = chunk_of(call, prepared._replace(a1q_scale=rows[:1]), slice(0, 1), 2, False)
-    assert chunk.a1q_scale.tolist() == [[0]], "one scale is that of all rows"
+    assert chunk.data.flatten().tolist() == [4, 5, 6, 7]
+    assert chunk.scale.flatten().tolist() == [-4, -5, -6, -7]
+    assert counted.expert_num_tokens.tolist() == [1, 1, 1]
+    _, chunk, _ = chunk_of(call, Rows(rows, rows[:1]), meta, slice(0, 1), 2, False)
+    assert chunk.scale.tolist() == [[0]], "one scale is that of all rows"
     assert num_experts_of(call) == 3
     assert num_experts_of(call._replace(expert_map=torch.zeros(7))) == 7
     assert num_experts_of(call._replace(expert_map=torch.zeros(7), global_num_experts=9)) == 9

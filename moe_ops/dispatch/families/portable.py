@@ -27,12 +27,7 @@ from moe_ops.dispatch.portable import (
     weight_only_tiles,
 )
 from moe_ops.dispatch.problem import EACH, GemmProblem
-from moe_ops.dispatch.tiles import (
-    ROW_TILES,
-    TALL_ROW_TILE,
-    TileConfig,
-    one_row_tile,
-)
+from moe_ops.dispatch.tiles import ROW_TILES, TALL_ROW_TILE, TileConfig, one_row_tile
 from moe_ops.scheme import get_scheme
 
 ACCUMULATORS = 128

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
+from moe_ops.dispatch.device import device_facts
 from moe_ops.integrations._engines import block_name, say_once, say_that_it_serves, weight_scales
 from moe_ops.integrations.sglang._lora import call_adapters
-from moe_ops.pipeline.experts.supports import capability_of
 from moe_ops.pipeline.forward import Pass, forward
 from moe_ops.pipeline.gathering import Settings
 from moe_ops.pipeline.gemms import expert_weights
@@ -119,7 +119,7 @@ def served_layer(info: Any, config: Any) -> tuple[Scheme, Activation]:
     )
     scheme, device = runner_scheme(info), info.w13_weight.device
     if device.type == "cuda":
-        if torch.version.hip or capability_of(device) < min_capability(scheme.activation):
+        if torch.version.hip or device_facts(device).arch < min_capability(scheme.activation):
             raise NotImplementedError(f"no kernel of {scheme.name} for {device}")
     elif device.type != "cpu":
         raise NotImplementedError(f"device must be cuda or cpu, got {device}")

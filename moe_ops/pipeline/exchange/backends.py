@@ -13,6 +13,7 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.exchange.records import Needs
+from moe_ops.pipeline.exchange.replicas import ReplicaExchange
 
 EXCHANGES = {
     "allgather_reducescatter": ("all_gather", "AllGatherPrepareAndFinalize"),
@@ -77,13 +78,13 @@ def exchange_of(
     exchange = kind.make(needs)
     if count == 1:
         return exchange
-    replicas = _class("replicas", "ReplicaExchange")
-    return replicas(exchange, parallel.layer_rank, count, max_num_tokens)
+    return ReplicaExchange(exchange, parallel.layer_rank, count, max_num_tokens)
 
 
 def exchange_class(backend: str) -> type[TokenExchange]:
     """The class of a backend's exchanges."""
-    return _class(*EXCHANGES[backend])
+    module, name = EXCHANGES[backend]
+    return getattr(import_module(f"moe_ops.pipeline.exchange.{module}"), name)
 
 
 def _check_taken(kind: type[TokenExchange], needs: Needs) -> None:
@@ -95,7 +96,3 @@ def _check_taken(kind: type[TokenExchange], needs: Needs) -> None:
             raise ValueError(
                 f"{name} must be {default} unless all2all_backend is one of {able}, got {value}"
             )
-
-
-def _class(module: str, name: str) -> Any:
-    return getattr(import_module(f"moe_ops.pipeline.exchange.{module}"), name)

@@ -22,16 +22,13 @@ from moe_ops.pipeline.checking import is_capturing
 from moe_ops.pipeline.exchange.gradients import SentBack, with_history
 from moe_ops.pipeline.exchange.groups import RankGroup, check_equal_scales
 from moe_ops.pipeline.exchange.records import Arrived, Needs, Outgoing
-from moe_ops.pipeline.formats import (
-    FusedMoEActivationFormat,
-    PrepareResult,
-)
+from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.lora import attach_lora_ids
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular, Receiver
 from moe_ops.pipeline.token_rows import quantize_tokens, weighted_rows
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
-from moe_ops.scheme import FusedMoEQuantConfig, Quant
+from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing
 
 
@@ -241,9 +238,9 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             rows, scale, weights, ids, adapters, meta = arrived
             if later and quant is None:
                 rows = weighted_rows(rows, weights)
-            elif later and quant is not None:
+            elif later:
                 routed = Routing(weights, ids, expert_map)
-                rows, scale = self._quantized(rows, routed, num_experts, quant_config, quant, True)
+                rows, scale = self._quantized(rows, routed, num_experts, quant_config, True)
             if adapters is not None:
                 attach_lora_ids(ids, adapters.view(-1))
             return PrepareResult(rows, scale, meta, ids, weights)
@@ -340,7 +337,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         if quant is None:
             return (weighted_rows(a1, weights) if on_input else a1), None
         routing = Routing(weights, ids, None)  # scales must not depend on which experts are here
-        return self._quantized(a1, routing, num_experts, config, quant, on_input)
+        return self._quantized(a1, routing, num_experts, config, on_input)
 
     def _quantized(
         self,
@@ -348,11 +345,11 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         routing: Routing,
         num_experts: int,
         quant_config: FusedMoEQuantConfig,
-        quant: Quant,
         on_input: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Quantize rows; ranks share one dynamic scale, of the rows that any of them quantizes."""
-        if not quant.of_all_rows or self.group.size == 1:
+        quant = quant_config.scheme.activation
+        if quant is None or not quant.of_all_rows or self.group.size == 1:
             return quantize_tokens(tokens, quant_config, routing, num_experts, on_input)
         weights, ids, expert_map = routing
         router_weights, slots = weights if on_input else None, (ids, expert_map, num_experts)

@@ -9,12 +9,9 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.pipeline.checking import is_capturing
-from moe_ops.pipeline.exchange.base import (
-    Arrived,
-    Outgoing,
-)
 from moe_ops.pipeline.exchange.groups import check_equal_scales
 from moe_ops.pipeline.exchange.one_copy import Copies, OneCopyExchange
+from moe_ops.pipeline.exchange.records import Arrived, Outgoing
 
 
 class ExactAllToAllPrepareAndFinalize(OneCopyExchange):

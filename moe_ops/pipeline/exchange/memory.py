@@ -88,7 +88,8 @@ def allocate_here(layout: WindowLayout, device: torch.device, timeout: float) ->
 
     Ranks must run at the same time: on streams of their own, or on the CPU in threads.
     """
-    memory = [_zeros(layout, device) for _ in range(layout.ranks)]
+    size = layout.parts.end
+    memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(layout.ranks)]
     addresses = [window.data_ptr() for window in memory]
     return [
         _windows(layout, rank, own, addresses, timeout, memory) for rank, own in enumerate(memory)
@@ -117,10 +118,6 @@ def _all_idle(device: torch.device, group: Any) -> None:
         torch.cuda.synchronize(device)
     if group is not None:
         dist.barrier(group)
-
-
-def _zeros(layout: WindowLayout, device: torch.device) -> Tensor:
-    return torch.zeros(layout.parts.end, dtype=torch.uint8, device=device)
 
 
 def _windows(
@@ -155,25 +152,25 @@ def _shared(layout: WindowLayout, group: Any, rank: int) -> tuple[Tensor, list[i
     mapped once the file system has room for all of them. (Memory of a file that has none kills the
     process with SIGBUS at the first access.)
     """
-    size, descriptors = layout.parts.end, []
+    size = layout.parts.end
     paths: list[str] = _gathered(group, f"{FOLDER}/moe_ops_window_{uuid4().hex}")
+    descriptors: dict[int, int] = {}
 
-    def opened(path: str, flags: int) -> None:
-        descriptors.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600))
+    def opened(of: int, flags: int = 0) -> None:
+        descriptors[of] = os.open(paths[of], os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
 
     def open_others() -> None:
-        for path in paths[:rank] + paths[rank + 1 :]:
-            opened(path, 0)
+        for other in {*range(len(paths))} - {rank}:
+            opened(other)
 
     def mapped() -> list[Tensor]:
-        files = [mmap.mmap(descriptor, size) for descriptor in descriptors]
-        views = [torch.frombuffer(file, dtype=torch.uint8) for file in files]
-        return [*views[1 : rank + 1], views[0], *views[rank + 1 :]]
+        files = [mmap.mmap(descriptors[of], size) for of in range(len(paths))]
+        return [torch.frombuffer(file, dtype=torch.uint8) for file in files]
 
     try:
         try:
             one_host = f"the ranks' processes must share files in {FOLDER}"
-            _together(group, one_host, lambda: opened(paths[rank], os.O_CREAT | os.O_EXCL))
+            _together(group, one_host, lambda: opened(rank, os.O_CREAT | os.O_EXCL))
             _together(group, one_host, open_others)
         finally:  # of all ranks, also those that died
             for path in paths:
@@ -183,10 +180,10 @@ def _shared(layout: WindowLayout, group: Any, rank: int) -> tuple[Tensor, list[i
             f"{FOLDER} must have room for a window of {size} bytes for each of {len(paths)} ranks "
             "(make it larger, or max_num_tokens smaller)"
         )
-        _together(group, room, lambda: os.posix_fallocate(descriptors[0], 0, size))
+        _together(group, room, lambda: os.posix_fallocate(descriptors[rank], 0, size))
         windows = _together(group, room, mapped)
     finally:
-        for descriptor in descriptors:
+        for descriptor in descriptors.values():
             os.close(descriptor)
     return windows[rank], [window.data_ptr() for window in windows], windows
 

@@ -12,13 +12,10 @@ from torch import Tensor
 from moe_ops import checks, ops
 from moe_ops.parallel.placement import ranks_of_experts
 from moe_ops.pipeline.checking import is_checking
-from moe_ops.pipeline.exchange.base import (
-    Arrived,
-    Outgoing,
-    TokenExchange,
-)
+from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.pipeline.exchange.groups import check_expert_ranks
 from moe_ops.pipeline.exchange.messages import bytes_of_fp8, message_of, parts_of
+from moe_ops.pipeline.exchange.records import Arrived, Outgoing
 from moe_ops.pipeline.prepare_finalize import Receiver
 
 _COPIES = "_moe_ops_copies"

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.parallel.live_ranks import check_live_ranks, group_of_live_ranks
-from moe_ops.pipeline.exchange.base import (
-    Arrived,
-    Needs,
-    Outgoing,
-    TokenExchange,
-)
+from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.pipeline.exchange.groups import check_expert_ranks
 from moe_ops.pipeline.exchange.memory import allocate, allocate_shared, out_of_window, restart
 from moe_ops.pipeline.exchange.messages import sum_of_ranks
+from moe_ops.pipeline.exchange.records import Arrived, Needs, Outgoing
 from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.sizes import MAX_EXPERTS
 from moe_ops.windows import WindowLayout, Windows, nothing
@@ -290,7 +286,11 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
     def send_back(self, sums: Tensor, topk_ids: Tensor) -> Receiver:
         """Write partial sums to their tokens' ranks, and add."""
-        windows = self._end(topk_ids)
+        if not self._windows:
+            raise RuntimeError("prepare must be called before finalize")
+        windows = self._given_up("in_flight", topk_ids)
+        if windows is None:
+            raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
         where = (windows.peers, windows.state)
         out = ops.symmetric_return(sums, self.expert_ranks, *where, topk_ids.shape[1])
         self._check_done(windows)
@@ -355,7 +355,12 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         """
         dx = dweights = None
         if rows is not None:
-            windows, top_k = self._with_rows_of(topk_ids), topk_ids.shape[1]
+            windows, top_k = self._given_up("again", topk_ids), topk_ids.shape[1]
+            if windows is None:
+                raise RuntimeError(
+                    "in_flight must be at least the number of calls whose gradients travel at the "
+                    f"same time, got {self.in_flight}"
+                )
             where = (windows.peers, windows.state)
             dx = ops.symmetric_return(rows.contiguous(), self.expert_ranks, *where, top_k)
             self._check_done(windows)
@@ -363,17 +368,6 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             travelling = self.group.start_exchange(topk_weights.contiguous())
             dweights = sum_of_ranks(self.group.wait(travelling), self.group.size)
         return dx, dweights
-
-    def _with_rows_of(self, topk_ids: Tensor) -> Windows:
-        """The windows that `send_again` used for these ids, which are free then."""
-        if torch.compiler.is_compiling():
-            return self._windows[0]
-        if windows := self._given_up("again", topk_ids):
-            return windows
-        raise RuntimeError(
-            "in_flight must be at least the number of calls whose gradients travel at the same "
-            f"time, got {self.in_flight}"
-        )
 
     def _ready(self, a1: Tensor, topk_ids: Tensor) -> Windows:
         """The windows, once the call fits them."""
@@ -419,21 +413,13 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         if not torch.compiler.is_compiling():
             windows.in_flight, windows.again = ref(ids), nothing
 
-    def _end(self, topk_ids: Tensor) -> Windows:
-        """The windows of the call that got these ids, which is in flight no more."""
-        if not self._windows:
-            raise RuntimeError("prepare must be called before finalize")
-        if torch.compiler.is_compiling():
-            return self._windows[0]
-        if windows := self._given_up("in_flight", topk_ids):
-            return windows
-        raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
-
     def _given_up(self, use: str, topk_ids: Tensor) -> Windows | None:
         """The windows whose ``use`` is that of these ids, which end it; None: no windows have it.
 
         ``use`` is "in_flight" or "again".
         """
+        if torch.compiler.is_compiling():
+            return self._windows[0]
         for windows in self._windows:
             if getattr(windows, use)() is topk_ids:
                 setattr(windows, use, nothing)

@@ -55,7 +55,7 @@ class NaiveBatchedExperts(BatchedExperts):
         scheme = self.quant_config.scheme
         dtype = autocast_dtype(hidden_states) or self.moe_config.in_dtype
         weights = expert_weights(w1, w2, self.quant_config)
-        used = _row_mask(counts, hidden_states.shape[1])
+        used = torch.arange(hidden_states.shape[1], device=counts.device) < counts[:, None]
         quant = scheme.activation
 
         if quant is not None and a1q_scale is None:
@@ -68,13 +68,8 @@ class NaiveBatchedExperts(BatchedExperts):
         if quant is not None:
             h, h_scale = ops.batched_quantize(h, weights.a2_scale, counts, quant.key)
         y = _weight_products(_dequantized(h, h_scale, quant), weights.w2, scheme)
-        y = torch.where(used, y, 0.0).to(dtype)
+        y = torch.where(used[..., None], y, 0.0).to(dtype)
         return y if out is None else out.copy_(y)
-
-
-def _row_mask(counts: Tensor, rows: int) -> Tensor:
-    """Mask ``(El, M, 1)`` of the rows that an expert uses."""
-    return (torch.arange(rows, device=counts.device) < counts[:, None])[..., None]
 
 
 def _weight_products(x: Tensor, weight: ExpertWeight, scheme: Scheme) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moe_ops.activation import MoEActivation
+from moe_ops.dispatch.device import device_facts
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
@@ -125,7 +126,7 @@ class Supports:
             return False
         if device.type != "cuda":
             return True
-        return (capability or capability_of(device)) >= min_capability(key[1])
+        return (capability or device_facts(device).arch) >= min_capability(key[1])
 
 
 def _among(value: Any, choices: Container | None) -> bool:
@@ -137,19 +138,11 @@ def _name(device: torch.device, capability: int | None) -> str:
         return str(device)
     if capability is None and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
-    return f"sm_{capability or capability_of(device)}"
+    return f"sm_{capability or device_facts(device).arch}"
 
 
 def _key_name(quant: Quant | None) -> str:
     return "None" if quant is None else quant.key
-
-
-def capability_of(device: torch.device) -> int:
-    """Compute capability of a GPU times ten; an H200's on a machine without a GPU."""
-    if not torch.cuda.is_available():
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def _modes(parallel: FusedMoEParallelConfig) -> frozenset[str]:
