@@ -67,7 +67,8 @@ class Operands(NamedTuple):
     a1_scale: Any
     a2_scale: Any
     w1_global_scale: Any
-    """Global scale of the first weight; ``w1_factor`` may contain that of its rows as well."""
+    """Global scale of the first weight, if ``w1_factor`` contains that of its rows as well; None: it
+    is ``w1_factor``. (Dynamo takes no tensor twice.)"""
     w2_global_scale: Any
     w1_host: Any
     """See `ExpertWeight.host`."""
@@ -162,7 +163,10 @@ def differentiable_experts(
     w1, b1, *first = weights.w1[:5]
     w2, b2, *second = weights.w2[:5]
     topk_weights, topk_ids, expert_map = routing
-    global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
+    global_scales = [
+        None if stored.global_scale is factor else stored.global_scale
+        for stored, factor in zip(config.weights(w1, w2), (first[-1], second[-1]), strict=True)
+    ]
     first_adapter, second_adapter, lora_ids = _lora_operands(lora, routing, w1.shape[0], x.dtype)
     differentiable = (x, w1, w2, topk_weights, b1, b2, *first_adapter, *second_adapter)
     ids = (topk_ids, expert_map, lora_ids)
@@ -347,12 +351,16 @@ class _Backward(NamedTuple):
     @property
     def first(self) -> tuple[Tensor | None, ...]:
         """Scales, zero points and global scales of the first weight."""
-        return self.operands.w1_scale, self.operands.w1_zero_point, self.operands.w1_global_scale
+        scale, zero_point = self.operands.w1_scale, self.operands.w1_zero_point
+        factor, global_scale = self.operands.w1_factor, self.operands.w1_global_scale
+        return scale, zero_point, factor if global_scale is None else global_scale
 
     @property
     def second(self) -> tuple[Tensor | None, ...]:
         """Scales, zero points and global scales of the second weight."""
-        return self.operands.w2_scale, self.operands.w2_zero_point, self.operands.w2_global_scale
+        scale, zero_point = self.operands.w2_scale, self.operands.w2_zero_point
+        factor, global_scale = self.operands.w2_factor, self.operands.w2_global_scale
+        return scale, zero_point, factor if global_scale is None else global_scale
 
     def _through(
         self,
