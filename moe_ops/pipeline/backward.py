@@ -67,8 +67,8 @@ class Operands(NamedTuple):
     a1_scale: Any
     a2_scale: Any
     w1_global_scale: Any
-    """Global scale of the first weight, if ``w1_factor`` contains that of its rows as well; None: it
-    is ``w1_factor``. (Dynamo takes no tensor twice.)"""
+    """Global scale of the first weight, if ``w1_factor`` contains that of its rows as well; None:
+    ``w1_factor`` is it."""
     w2_global_scale: Any
     w1_host: Any
     """See `ExpertWeight.host`."""
@@ -163,10 +163,8 @@ def differentiable_experts(
     w1, b1, *first = weights.w1[:5]
     w2, b2, *second = weights.w2[:5]
     topk_weights, topk_ids, expert_map = routing
-    global_scales = [
-        None if stored.global_scale is factor else stored.global_scale
-        for stored, factor in zip(config.weights(w1, w2), (first[-1], second[-1]), strict=True)
-    ]
+    stored = zip(config.weights(w1, w2), (first, second), strict=True)
+    global_scales = [_but_not(factor, q.global_scale) for q, (*_, factor) in stored]
     first_adapter, second_adapter, lora_ids = _lora_operands(lora, routing, w1.shape[0], x.dtype)
     differentiable = (x, w1, w2, topk_weights, b1, b2, *first_adapter, *second_adapter)
     ids = (topk_ids, expert_map, lora_ids)
@@ -177,6 +175,11 @@ def differentiable_experts(
         settings = settings._replace(rounds_product=True)
     mains = MainGrads(*map(main_grad_of, (w1, w2, b1, b2)))
     return _Experts.apply(settings, mains, *operands)
+
+
+def _but_not(other: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """Return ``x``; None if it is the other tensor: Dynamo takes no tensor twice."""
+    return None if x is other else x
 
 
 def _lora_operands(
