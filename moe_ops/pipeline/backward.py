@@ -67,7 +67,8 @@ class Operands(NamedTuple):
     a1_scale: Any
     a2_scale: Any
     w1_global_scale: Any
-    """Global scale of the first weight; ``w1_factor`` may contain that of its rows as well."""
+    """Global scale of the first weight, if ``w1_factor`` contains that of its rows as well; None:
+    ``w1_factor`` is it."""
     w2_global_scale: Any
     w1_host: Any
     """See `ExpertWeight.host`."""
@@ -79,6 +80,15 @@ class Operands(NamedTuple):
         w2 = ExpertWeight(self.w2, self.b2, self.w2_scale, self.w2_zero_point, self.w2_factor)
         w1, w2 = w1._replace(host=self.w1_host), w2._replace(host=self.w2_host)
         return ExpertWeights(w1, w2, self.a1_scale, self.a2_scale)
+
+    def scales(self) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """Scales, zero points and global scales of both weights as they are stored."""
+        first = self.w1_factor if self.w1_global_scale is None else self.w1_global_scale
+        second = self.w2_factor if self.w2_global_scale is None else self.w2_global_scale
+        return (
+            (self.w1_scale, self.w1_zero_point, first),
+            (self.w2_scale, self.w2_zero_point, second),
+        )
 
     @property
     def routing(self) -> Routing:
@@ -162,7 +172,8 @@ def differentiable_experts(
     w1, b1, *first = weights.w1[:5]
     w2, b2, *second = weights.w2[:5]
     topk_weights, topk_ids, expert_map = routing
-    global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
+    stored = zip(config.weights(w1, w2), (first, second), strict=True)
+    global_scales = [_but_not(factor, q.global_scale) for q, (*_, factor) in stored]
     first_adapter, second_adapter, lora_ids = _lora_operands(lora, routing, w1.shape[0], x.dtype)
     differentiable = (x, w1, w2, topk_weights, b1, b2, *first_adapter, *second_adapter)
     ids = (topk_ids, expert_map, lora_ids)
@@ -173,6 +184,11 @@ def differentiable_experts(
         settings = settings._replace(rounds_product=True)
     mains = MainGrads(*map(main_grad_of, (w1, w2, b1, b2)))
     return _Experts.apply(settings, mains, *operands)
+
+
+def _but_not(other: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """Return ``x``; None if it is the other tensor: Dynamo takes no tensor twice."""
+    return None if x is other else x
 
 
 def _lora_operands(
@@ -246,7 +262,7 @@ class _Backward(NamedTuple):
             return (None, None, dw2, None, None, db2, *[None] * 4)
         top_k = operands.topk_ids.shape[1] if self.settings.summed else 1
         adapter = (operands.lora2_a, operands.lora2_b)
-        scales = (operands.w2_scale, operands.w2_zero_point, operands.w2_global_scale)
+        _, scales = operands.scales()
         rows, low = self._through(grad, operands.w2, scales, adapter, top_k)
         keeps = wanted.w2 or wanted.lora2_a or wanted.lora2_b
         dp, h, products = ops.moe_activation_backward(
@@ -277,7 +293,7 @@ class _Backward(NamedTuple):
         into_weights = wanted.topk_weights and weights is not None
         rows = low = dx = of_weights = None
         if wanted.x or into_weights:
-            scales = (operands.w1_scale, operands.w1_zero_point, operands.w1_global_scale)
+            scales, _ = operands.scales()
             rows, low = self._through(dp, operands.w1, scales, adapter, 1)
         elif wanted.lora1_a and self.adapters is not None:
             low = grouped_gemm(dp, operands.lora1_b.transpose(1, 2), self.adapters, 1)

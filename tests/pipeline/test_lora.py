@@ -209,9 +209,10 @@ def test_alone(by_slot, device):
         assert torch.equal(*torch.autograd.grad(out, one[number], grad.to(device)), actual)
 
 
-def test_one_compilation(device):
+@pytest.mark.parametrize("scheme", ["int8_w8a16", "nvfp4", "nvfp4_w4a16"])
+def test_one_compilation(scheme, device):
     torch._dynamo.reset()
-    problem = Problem(4, E, K, H, I, torch.float32, scheme="int8_w8a16")
+    problem = Problem(4, E, K, H, I, torch.float32, scheme=scheme)
     inputs, config, exact = quantize_inputs(problem, make_inputs(problem, device))
     factors, _ = adapters(problem, exact)
     pairs = [f.to(device).requires_grad_() for f in factors.values()]
