@@ -25,6 +25,7 @@ from moe_ops.pipeline.kernel_call import STANDARD, KernelCall
 from moe_ops.pipeline.kernel_checks import (
     check_adapters,
     check_call,
+    check_finished,
     check_formats,
     check_monolithic_call,
     check_options,
@@ -33,7 +34,6 @@ from moe_ops.pipeline.kernel_checks import (
     lacks_gradients,
     needless_input,
     needless_map,
-    not_tokens,
 )
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -313,11 +313,7 @@ class FusedMoEKernel:
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()
-        # Sizes are symbols while compiling.
-        if not isinstance(output, Tensor) or not (
-            torch.compiler.is_compiling() or output.shape == call.hidden_states.shape
-        ):
-            raise not_tokens(self, call, output)
+        check_finished(self, call, output)
         if self.inplace:
             output = call.hidden_states.copy_(output)
         return output if shared is None else (shared, output)
