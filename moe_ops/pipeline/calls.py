@@ -62,10 +62,20 @@ class Pending(NamedTuple):
 
     @staticmethod
     def of(started: Any, decision: Decision | None = None, *, is_async: bool = True) -> Pending:
-        """The pending step for the return value of a method, which may be asynchronous."""
+        """The pending step for the return value of a method, which may be asynchronous.
+
+        Raises:
+            TypeError: an asynchronous method that returned its result, not a receiver.
+        """
         if not is_async:
             return Pending(None, lambda: started, decision)
-        hook, receiver = started if isinstance(started, tuple) else (None, started)
+        pair = isinstance(started, tuple) and len(started) == 2
+        hook, receiver = started if pair else (None, started)
+        if not callable(receiver):
+            raise TypeError(
+                "prepare_async and finalize_async must return a receiver, or (hook, receiver), got "
+                f"{type(receiver).__name__}"
+            )
         return Pending(hook, receiver, decision)
 
     def wait(self) -> Any:

@@ -247,6 +247,29 @@ def test_an_asynchronous_exchange_says_what_it_runs():
     assert not beside.takes_lora()
 
 
+@pytest.mark.parametrize("step", ["prepare", "finalize"])
+def test_an_asynchronous_exchange_returns_what_waits(step):
+    class Waits(MoEPrepareAndFinalizeNoEP):
+        def supports_async(self):
+            return True
+
+        def prepare_async(self, *arguments):
+            return self._started("prepare", arguments)
+
+        def finalize_async(self, *arguments):
+            return self._started("finalize", arguments)
+
+        def _started(self, name, arguments):
+            result = getattr(self, name)(*arguments)
+            return result if name == step else lambda: result
+
+    inputs = make_inputs(TRAINED, "cpu", 0)[:5]
+    experts = moe_ops.pipeline.TritonExperts(layer(), UNQUANTIZED)
+    kind = "PrepareResult" if step == "prepare" else "Tensor"
+    with pytest.raises(TypeError, match=rf"return a receiver, or \(hook, receiver\), got {kind}"):
+        moe_ops.FusedMoEKernel(Waits(), experts).apply(*inputs)
+
+
 def test_workspaces_have_their_dtype():
     class Wide(DenseExperts):
         def workspace_dtype(self, act_dtype):
