@@ -151,6 +151,10 @@ def test_parts_of_a_call():
     assert chunk.a1q.flatten().tolist() == [4, 5, 6, 7]
     assert chunk.a1q_scale.flatten().tolist() == [-4, -5, -6, -7]
     assert chunk.expert_tokens_meta.expert_num_tokens.tolist() == [1, 1, 1]
+    assert chunk.expert_tokens_meta.expert_num_tokens_cpu is None
+    counted = prepared._replace(expert_tokens_meta=meta.make_from_list([2, 4, 1], "cpu"))
+    _, chunk = chunk_of(call, counted, slice(2, 4), 2, True)
+    assert chunk.expert_tokens_meta.expert_num_tokens_cpu.tolist() == [1, 1, 1]
     _, chunk = chunk_of(call, prepared._replace(a1q_scale=rows[:1]), slice(0, 1), 2, False)
     assert chunk.a1q_scale.tolist() == [[0]], "one scale is that of all rows"
     assert num_experts_of(call) == 3
