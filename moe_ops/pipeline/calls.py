@@ -128,10 +128,7 @@ def chunk_of(
     rows_per_token: int,
     scales_have_rows: bool,
 ) -> tuple[Call, PrepareResult]:
-    """The part of a routed call for a slice of tokens, with recomputed row counts per expert.
-
-    The counts are on the CPU, too, where those of all tokens are; the host then waits for them.
-    """
+    """The part of a routed call for a slice of tokens, with recomputed row counts per expert."""
     ids = call.topk_ids[tokens]
     part = slice(tokens.start * rows_per_token, tokens.stop * rows_per_token)
     scale, meta = prepared.a1q_scale, prepared.expert_tokens_meta
@@ -139,9 +136,8 @@ def chunk_of(
         scale = scale[part]
     if meta is not None:
         counts = count_expert_num_tokens(ids, call.w1.shape[0], call.expert_map)
-        meta = ExpertTokensMetadata(
-            counts, None if meta.expert_num_tokens_cpu is None else counts.cpu()
-        )
+        on_cpu = None if meta.expert_num_tokens_cpu is None else counts.cpu()  # the host waits
+        meta = ExpertTokensMetadata(counts, on_cpu)
     lora = None if call.lora is None else call.lora.tokens(tokens)
     return (
         call._replace(topk_ids=ids, topk_weights=call.topk_weights[tokens], lora=lora),

@@ -275,32 +275,21 @@ def check_prepared(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, pre
             raise ValueError(f"{name} rows of a shape of {[*shapes]}, got {tuple(rows.shape)}")
 
 
-def check_finished(kernel: Any, call: Call, output: Any) -> None:
-    """Check that ``finalize`` has returned a row for each token, in the dtype of the call.
-
-    Raises:
-        TypeError: no tensor, or one of another dtype.
-        ValueError: a tensor of another shape.
-    """
-    x, name = call.hidden_states, f"finalize of {type(kernel.prepare_finalize).__name__} must"
+def not_tokens(kernel: Any, call: Call, output: Any) -> Exception:
+    """The error of a ``finalize`` that returned anything but a row for each token, in its dtype."""
+    name = f"finalize of {type(kernel.prepare_finalize).__name__} must return"
     if not isinstance(output, Tensor):
-        raise TypeError(f"{name} return a Tensor, got {type(output).__name__}")
-    experts = kernel.fused_experts
-    if output.dtype not in (x.dtype, autocast_dtype(x)):
-        raise TypeError(
-            f"{name} return the dtype of hidden_states, {x.dtype}, got {output.dtype} "
-            f"({_reduction(experts)})"
+        return TypeError(f"{name} a Tensor, got {type(output).__name__}")
+    x, experts = call.hidden_states, kernel.fused_experts
+    reduce = type(experts.finalize_weight_and_reduce_impl()).__name__
+    whose = f"({reduce} of {type(experts).__name__})"
+    if output.shape == x.shape:
+        return TypeError(
+            f"{name} the dtype of hidden_states, {x.dtype}, got {output.dtype} {whose}"
         )
-    # Sizes are symbols while compiling.
-    if not torch.compiler.is_compiling() and output.shape != x.shape:
-        raise ValueError(
-            f"{name} return a row for each token, {tuple(x.shape)}, got shape "
-            f"{tuple(output.shape)} ({_reduction(experts)})"
-        )
-
-
-def _reduction(experts: Any) -> str:
-    return f"{type(experts.finalize_weight_and_reduce_impl()).__name__} of {type(experts).__name__}"
+    return ValueError(
+        f"{name} a row for each token, {tuple(x.shape)}, got shape {tuple(output.shape)} {whose}"
+    )
 
 
 def check_monolithic_call(
