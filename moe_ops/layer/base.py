@@ -169,9 +169,12 @@ class ExpertLayer(nn.Module):
 
     @quant_method.setter
     def quant_method(self, method: Any) -> None:
-        if not callable(getattr(method, "get_fused_moe_quant_config", None)):
-            got = type(method).__name__
-            raise TypeError(f"layer.quant_method must be a FusedMoEMethodBase, got {got}")
+        has_config = callable(getattr(method, "get_fused_moe_quant_config", None))
+        if isinstance(method, type) or not has_config:
+            got = getattr(method, "__name__", type(method).__name__)
+            raise TypeError(
+                f"layer.quant_method must be an instance of FusedMoEMethodBase, got {got}"
+            )
         self.state = replace(self.state, quant_method=method)
 
     @property

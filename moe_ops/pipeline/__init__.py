@@ -36,6 +36,7 @@ _LATER = {
     "TopKWeightAndReduceNaiveBatched": "weight_and_reduce",
     "TopKWeightAndReduceNoOP": "weight_and_reduce",
     "TritonExperts": "experts",
+    "attach_lora_ids": "lora",
     "run_micro_batches": "micro_batches",
 }
 """Names by the module that has them, which is imported when the name is first used."""
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         FusedMoEActivationFormat,
         PrepareResult,
     )
+    from moe_ops.pipeline.lora import attach_lora_ids
     from moe_ops.pipeline.micro_batches import run_micro_batches
     from moe_ops.pipeline.no_ep import (
         MoEPrepareAndFinalizeNoEP,
@@ -118,5 +120,6 @@ __all__ = [
     "TopKWeightAndReduceNaiveBatched",
     "TopKWeightAndReduceNoOP",
     "TritonExperts",
+    "attach_lora_ids",
     "run_micro_batches",
 ]

@@ -63,10 +63,20 @@ class Pending(NamedTuple):
 
     @staticmethod
     def of(started: Any, decision: Decision | None = None, *, is_async: bool = True) -> Pending:
-        """The pending step for the return value of a method, which may be asynchronous."""
+        """The pending step for the return value of a method, which may be asynchronous.
+
+        Raises:
+            TypeError: an asynchronous method that returned its result, not a receiver.
+        """
         if not is_async:
             return Pending(None, lambda: started, decision)
-        hook, receiver = started if isinstance(started, tuple) else (None, started)
+        pair = isinstance(started, tuple) and len(started) == 2
+        hook, receiver = started if pair else (None, started)
+        if not callable(receiver):
+            raise TypeError(
+                "prepare_async and finalize_async must return a receiver, or (hook, receiver), got "
+                f"{type(receiver).__name__}"
+            )
         return Pending(hook, receiver, decision)
 
     def wait(self) -> Any:
@@ -127,7 +137,8 @@ def chunk_of(
         scale = scale[part]
     if meta is not None:
         counts = count_expert_num_tokens(ids, call.w1.shape[0], call.expert_map)
-        meta = ExpertTokensMetadata(counts)
+        on_cpu = None if meta.expert_num_tokens_cpu is None else counts.cpu()  # the host waits
+        meta = ExpertTokensMetadata(counts, on_cpu)
     lora = None if call.lora is None else call.lora.tokens(tokens)
     call = call._replace(topk_ids=ids, topk_weights=call.topk_weights[tokens], lora=lora)
     return call, Rows(rows.data[part], scale), meta

@@ -13,7 +13,11 @@ from moe_ops.pipeline.autocast import autocast_dtype
 from moe_ops.pipeline.backward import lacking
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import FusedMoEExperts
-from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
+from moe_ops.pipeline.formats import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    PrepareResult,
+)
 from moe_ops.pipeline.layer_checks import check_experts, check_layer
 from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.prepare_finalize import (
@@ -231,41 +235,59 @@ def check_prepared(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call, pre
     """Check what the ``prepare`` of a caller's own class has returned for a call.
 
     Raises:
-        TypeError: no `PrepareResult`; unquantized rows of another dtype than the call's, or a
-            routing of no dtype of routings.
-        ValueError: rows of another width or number than the format has.
+        TypeError: no `PrepareResult`; unquantized rows of another dtype than the call's, a routing
+            of no dtype of routings, or counts that are no `ExpertTokensMetadata`.
+        ValueError: rows of another width or number than the format has; ids and weights of
+            different shapes; tensors on another device than the call's.
     """
     name = f"prepare of {type(prepare_finalize).__name__} must return"
     if not isinstance(prepared, PrepareResult):
         raise TypeError(f"{name} a PrepareResult, got {type(prepared).__name__}")
-    x, (rows, scale, _, ids, weights) = call.hidden_states, prepared
-    checks.tensor(f"{name} rows, which", rows, None, None)
-    if ids is not None:
-        checks.tensor(f"{name} topk_ids, which", ids, 2, checks.INDICES)
-    if weights is not None:
-        checks.tensor(f"{name} topk_weights, which", weights, 2, checks.FLOATS)
+    x, (rows, scale, meta, ids, weights) = call.hidden_states, prepared
+    ids = call.topk_ids if ids is None else ids
+    weights = call.topk_weights if weights is None else weights
+    for part, value, axes, dtypes in (
+        ("rows", rows, None, None),
+        ("topk_ids", ids, 2, checks.INDICES),
+        ("topk_weights", weights, 2, checks.FLOATS),
+    ):
+        checks.tensor(f"{name} {part}, which", value, axes, dtypes)
+        checks.same_device(f"{name} {part}, which", value, "hidden_states", x)
+    if meta is not None:
+        checks.instance(f"{name} expert_tokens_meta, which", meta, ExpertTokensMetadata)
     if scale is None and rows.dtype != x.dtype:
         raise TypeError(f"{name} unquantized rows of dtype {x.dtype}, got {rows.dtype}")
-    tokens, k = (call.topk_ids if ids is None else ids).shape
+    if torch.compiler.is_compiling():  # sizes are symbols there
+        return
+    if ids.shape != weights.shape:
+        raise ValueError(
+            f"{name} topk_ids and topk_weights of one shape, got {tuple(ids.shape)} and "
+            f"{tuple(weights.shape)} (None: the caller's)"
+        )
+    tokens, k = ids.shape
     shapes: tuple[tuple[int, ...], ...] = ((tokens,), (tokens * k,))
     if prepare_finalize.activation_format is FusedMoEActivationFormat.BatchedExperts:
         shapes = ((call.w1.shape[0], rows.shape[1]),)
-    if scale is None and not torch.compiler.is_compiling():  # sizes are symbols there
+    if scale is None:
         shapes = tuple((*shape, x.shape[1]) for shape in shapes)
         if rows.shape not in shapes:
             raise ValueError(f"{name} rows of a shape of {[*shapes]}, got {tuple(rows.shape)}")
 
 
 def not_tokens(kernel: Any, call: Call, output: Any) -> Exception:
-    """The error of a ``finalize`` that returned anything but a row for each token."""
+    """The error of a ``finalize`` that returned anything but a row for each token, in its dtype."""
     name = f"finalize of {type(kernel.prepare_finalize).__name__} must return"
     if not isinstance(output, Tensor):
         return TypeError(f"{name} a Tensor, got {type(output).__name__}")
-    experts = kernel.fused_experts
+    x, experts = call.hidden_states, kernel.fused_experts
     reduce = type(experts.finalize_weight_and_reduce_impl()).__name__
+    whose = f"({reduce} of {type(experts).__name__})"
+    if output.shape == x.shape:
+        return TypeError(
+            f"{name} the dtype of hidden_states, {x.dtype}, got {output.dtype} {whose}"
+        )
     return ValueError(
-        f"{name} a row for each token, {tuple(call.hidden_states.shape)}, got shape "
-        f"{tuple(output.shape)} ({reduce} of {type(experts).__name__})"
+        f"{name} a row for each token, {tuple(x.shape)}, got shape {tuple(output.shape)} {whose}"
     )
 
 

@@ -17,7 +17,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import inference_only, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.autocast import under_autocast
+from moe_ops.pipeline.autocast import autocast_dtype, under_autocast
 from moe_ops.pipeline.calls import Call, Decision, Pending, num_experts_of, without_history
 from moe_ops.pipeline.experts import FusedMoEExperts, OperatorExperts
 from moe_ops.pipeline.forward import Pass, forward
@@ -310,13 +310,16 @@ class FusedMoEKernel:
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()
+        x = call.hidden_states
         # Sizes are symbols while compiling.
-        if not isinstance(output, Tensor) or not (
-            torch.compiler.is_compiling() or output.shape == call.hidden_states.shape
+        if (
+            not isinstance(output, Tensor)
+            or not (torch.compiler.is_compiling() or output.shape == x.shape)
+            or (output.dtype != x.dtype and output.dtype != autocast_dtype(x))
         ):
             raise not_tokens(self, call, output)
         if self.inplace:
-            output = call.hidden_states.copy_(output)
+            output = x.copy_(output)
         return output if shared is None else (shared, output)
 
     @inference_only

@@ -24,7 +24,7 @@ from moe_ops.testing.references import Roundings
 def _exact_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The inputs of both GEMMs in the oracle, for all slots that are not skipped."""
     parts = list(_experts(problem, inputs.cpu()))
-    empty = torch.zeros(0, dtype=torch.float64)
+    empty = torch.zeros(0, dtype=torch.float64, device="cpu")
     rows, activated = (torch.cat([empty, *(p[i].flatten() for p in parts)]) for i in (2, 3))
     return rows, activated
 
@@ -54,7 +54,7 @@ def _chosen(ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> T
         return e if 0 <= e < num_local_experts else -1
 
     chosen = [place(i) for i in ids.flatten().tolist()]
-    return torch.tensor(chosen, dtype=torch.int64).view(ids.shape)
+    return torch.tensor(chosen, dtype=torch.int64, device=ids.device).view(ids.shape)
 
 
 def oracle(problem: Problem, inputs: Inputs) -> Tensor:

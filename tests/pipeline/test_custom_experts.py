@@ -165,6 +165,21 @@ class Returning(MoEPrepareAndFinalizeNoEP):
             TypeError,
             "topk_weights, which must have a dtype of .*got torch.int32",
         ),
+        (
+            lambda r: r._replace(topk_ids=torch.zeros(7, 2, dtype=torch.int32)),
+            ValueError,
+            r"topk_ids and topk_weights of one shape, got \(7, 2\) and \(9, 2\)",
+        ),
+        (
+            lambda r: r._replace(topk_ids=torch.zeros(9, 2, dtype=torch.int32, device="meta")),
+            ValueError,
+            "topk_ids, which must be on the device of hidden_states, cpu, got meta",
+        ),
+        (
+            lambda r: r._replace(expert_tokens_meta=torch.zeros(8, dtype=torch.int32)),
+            TypeError,
+            "expert_tokens_meta, which must be a ExpertTokensMetadata, got Tensor",
+        ),
     ],
 )
 def test_what_an_own_prepare_returns_is_checked(change, error, text):
@@ -193,6 +208,20 @@ def test_experts_whose_rows_nobody_sums(inplace):
         kernel.apply(*inputs)
 
 
+def test_experts_whose_rows_have_another_dtype():
+    class Half(DenseExperts):
+        def apply(self, *arguments):
+            return super().apply(*arguments).half()
+
+    inputs = make_inputs(TRAINED, "cpu", 0)[:5]
+    kernel = moe_ops.FusedMoEKernel(MoEPrepareAndFinalizeNoEP(), Half(layer(), UNQUANTIZED))
+    text = r"dtype of hidden_states, torch.float32, got torch.float16 \(.*Contiguous of Half\)"
+    with pytest.raises(TypeError, match=f"finalize of MoEPrepare.* must return the {text}"):
+        kernel.apply(*inputs)
+    with torch.autocast("cpu", torch.float16):
+        assert kernel.apply(*inputs).dtype == torch.float16
+
+
 def test_who_takes_adapters():
     class Adapted(Trainable):
         TAKES_LORA = True
@@ -216,6 +245,29 @@ def test_an_asynchronous_exchange_says_what_it_runs():
     assert beside.num_arriving(4) == 32 and beside.takes_lora()
     beside.inner.takes_lora = lambda: False
     assert not beside.takes_lora()
+
+
+@pytest.mark.parametrize("step", ["prepare", "finalize"])
+def test_an_asynchronous_exchange_returns_what_waits(step):
+    class Waits(MoEPrepareAndFinalizeNoEP):
+        def supports_async(self):
+            return True
+
+        def prepare_async(self, *arguments):
+            return self._started("prepare", arguments)
+
+        def finalize_async(self, *arguments):
+            return self._started("finalize", arguments)
+
+        def _started(self, name, arguments):
+            result = getattr(self, name)(*arguments)
+            return result if name == step else lambda: result
+
+    inputs = make_inputs(TRAINED, "cpu", 0)[:5]
+    experts = moe_ops.pipeline.TritonExperts(layer(), UNQUANTIZED)
+    kind = "PrepareResult" if step == "prepare" else "Tensor"
+    with pytest.raises(TypeError, match=rf"return a receiver, or \(hook, receiver\), got {kind}"):
+        moe_ops.FusedMoEKernel(Waits(), experts).apply(*inputs)
 
 
 def test_workspaces_have_their_dtype():

@@ -9,7 +9,7 @@ from table_items import every_row
 from torch.utils._pytree import tree_leaves
 
 import moe_ops
-from moe_ops.testing import Problem, make_inputs
+from moe_ops.testing import Problem, bounded_oracle, make_inputs, oracle, quantize_inputs
 
 E, K, H, I = 4, 2, 128, 128  # noqa: E741
 
@@ -119,7 +119,9 @@ def test_simulations_and_problems(default):
         return moe_ops.parallel.simulate_balance(16, 8, 2, 4, 2)
 
     def problem():
-        return make_inputs(Problem(5, E, K, H, I, torch.float32, routing="holes"))
+        problem = Problem(5, E, K, H, I, torch.float32, routing="holes", scheme="fp8_tensor_static")
+        exact = quantize_inputs(problem, make_inputs(problem)).exact
+        return exact, oracle(problem, exact), bounded_oracle(problem, exact).value
 
     expected = balance(), problem()
     with default():

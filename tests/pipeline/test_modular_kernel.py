@@ -151,6 +151,10 @@ def test_parts_of_a_call():
     assert chunk.data.flatten().tolist() == [4, 5, 6, 7]
     assert chunk.scale.flatten().tolist() == [-4, -5, -6, -7]
     assert counted.expert_num_tokens.tolist() == [1, 1, 1]
+    assert counted.expert_num_tokens_cpu is None
+    on_cpu = meta.make_from_list([2, 4, 1], "cpu")
+    _, _, counted = chunk_of(call, Rows(rows, -rows), on_cpu, slice(2, 4), 2, True)
+    assert counted.expert_num_tokens_cpu.tolist() == [1, 1, 1]
     _, chunk, _ = chunk_of(call, Rows(rows, rows[:1]), meta, slice(0, 1), 2, False)
     assert chunk.scale.tolist() == [[0]], "one scale is that of all rows"
     assert num_experts_of(call) == 3

@@ -246,3 +246,24 @@ def test_exchanges_that_send_no_ids():
     kernel = moe_ops.FusedMoEKernel(Forgetful(), s.kernel.fused_experts)
     with pytest.raises(ValueError, match="must have lora_ids attached"):
         kernel.apply(**s.arguments(), lora=lora)
+
+
+def test_an_exchange_of_a_users_sends_adapters_along():
+    class Turned(NO_EP):
+        """Takes the tokens in another order."""
+
+        def prepare(self, a1, topk_weights, topk_ids, *rest, lora_ids=None):
+            a1, weights, ids = (x.flip(0) for x in (a1, topk_weights, topk_ids))
+            if lora_ids is not None:
+                moe_ops.pipeline.attach_lora_ids(ids, lora_ids.flip(0))
+            found = super().prepare(a1, weights, ids, *rest)
+            return found._replace(topk_ids=ids, topk_weights=weights)
+
+        def finalize(self, *arguments):
+            return super().finalize(*arguments).flip(0)
+
+    s, lora = setup(PROBLEM, STANDARD[0]), adapters(PROBLEM)
+    kernel = moe_ops.FusedMoEKernel(Turned(), s.kernel.fused_experts)
+    for given in (lora, lora._replace(lora_ids=None)):
+        expected = s.kernel.apply(**s.arguments(), lora=given)
+        torch.testing.assert_close(kernel.apply(**s.arguments(), lora=given), expected)

@@ -230,7 +230,8 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         """Run the experts on what prepare returned.
 
         Args:
-            hidden_states: rows in the format of these experts, quantized if ``a1q_scale`` is given.
+            hidden_states: rows in the format of these experts, quantized if ``a1q_scale`` is given;
+                there may be none.
                 Standard: one row per token, or one per slot (``T * k``) if prepare has applied the
                 router weights.
             w1: ``(El, 2I, H)`` or ``(El, I, H)``.
@@ -247,7 +248,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
                 reduction is a NoOP apply weights to the output.
 
         Returns:
-            A new tensor, shaped as ``workspace_shapes`` says.
+            A new tensor in the ``in_dtype`` of ``moe_config``, shaped as ``workspace_shapes`` says.
         """
 
 
