@@ -168,15 +168,16 @@ def gemm(
     dtype: torch.dtype,
     activation: str = "",
     topk_weights: Tensor | None = None,
-    operator: Any = ops.expert_product,
+    operator: Any = None,
 ) -> Any:
     """``f(topk_weights[s] * rows[s // top_k] @ w[e].T + bias[e])`` for every row s of the plan.
 
     The result is rounded to ``dtype`` once. ``topk_weights`` (only with rows that are not
-    quantized) multiply the product in float32; ``activation`` is the key of f. The operator
-    `activated_product` also returns the product before f: in slot order, rounded to ``dtype``.
+    quantized) multiply the product in float32; ``activation`` is the key of f. The ``operator``
+    is `expert_product`, or `activated_product`, which also returns the product before f: in slot
+    order, rounded to ``dtype``.
     """
-    return operator(
+    return (operator or ops.expert_product)(
         rows.data,
         rows.scale,
         [*weight],
