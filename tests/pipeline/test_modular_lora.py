@@ -262,7 +262,8 @@ def test_an_exchange_of_a_users_sends_adapters_along():
         def finalize(self, *arguments):
             return super().finalize(*arguments).flip(0)
 
-    s, lora = setup(PROBLEM, STANDARD[0]), adapters(PROBLEM)
+    problem = PROBLEM.with_(dtype=torch.float32)
+    s, lora = setup(problem, STANDARD[0]), adapters(problem)
     kernel = moe_ops.FusedMoEKernel(Turned(), s.kernel.fused_experts)
     for given in (lora, lora._replace(lora_ids=None)):
         expected = s.kernel.apply(**s.arguments(), lora=given)
