@@ -85,7 +85,8 @@ VERSIONS := from importlib.metadata import version; \
   print(*(f"{name} {version(name)}" for name in "torch triton transformers peft accelerate compressed-tensors".split()))
 test-transformers: $(OVERLAY)/ready  ## The tests of transformers models with its newest release, and PEFT's
 	$(OVERLAY)/bin/python -c '$(VERSIONS)'
-	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(OVERLAY)/bin/python -m pytest $(OVERLAY_TESTS) -n $(WORKERS) --dist worksteal -k "not stand-in"
+	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(OVERLAY)/bin/python -m pytest $(OVERLAY_TESTS) -n $(WORKERS) \
+	  --dist worksteal -k "not stand-in"
 
 $(OVERLAY)/ready: pyproject.toml $(READY)
 	$(PY) -m venv --without-pip $(OVERLAY)

@@ -169,9 +169,9 @@ class ExpertLayer(nn.Module):
 
     @quant_method.setter
     def quant_method(self, method: Any) -> None:
-        has_config = callable(getattr(method, "get_fused_moe_quant_config", None))
-        if isinstance(method, type) or not has_config:
-            got = getattr(method, "__name__", type(method).__name__)
+        is_class = isinstance(method, type)
+        if is_class or not callable(getattr(method, "get_fused_moe_quant_config", None)):
+            got = f"the class {method.__name__}" if is_class else type(method).__name__
             raise TypeError(
                 f"layer.quant_method must be an instance of FusedMoEMethodBase, got {got}"
             )

@@ -80,7 +80,7 @@ def fill_quantized(
         plain: the weights, in the layer's ``params_dtype``.
         rows: for each logical expert, its row in ``plain``.
         input_scales: see `PlainExperts.entries`.
-        state: whose weights the layer gets; None: the layer's own.
+        state: the state to make the new weights for; None: the layer's own.
 
     Raises:
         ValueError: numbers that the scheme cannot hold, with the expert.

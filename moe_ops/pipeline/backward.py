@@ -173,7 +173,7 @@ def differentiable_experts(
     w2, b2, *second = weights.w2[:5]
     topk_weights, topk_ids, expert_map = routing
     stored = zip(config.weights(w1, w2), (first, second), strict=True)
-    global_scales = [_but_not(factor, q.global_scale) for q, (*_, factor) in stored]
+    global_scales = [_unless_same(factor, q.global_scale) for q, (*_, factor) in stored]
     first_adapter, second_adapter, lora_ids = _lora_operands(lora, routing, w1.shape[0], x.dtype)
     differentiable = (x, w1, w2, topk_weights, b1, b2, *first_adapter, *second_adapter)
     ids = (topk_ids, expert_map, lora_ids)
@@ -186,7 +186,7 @@ def differentiable_experts(
     return _Experts.apply(settings, mains, *operands)
 
 
-def _but_not(other: Tensor | None, x: Tensor | None) -> Tensor | None:
+def _unless_same(other: Tensor | None, x: Tensor | None) -> Tensor | None:
     """Return ``x``; None if it is the other tensor: Dynamo takes no tensor twice."""
     return None if x is other else x
 

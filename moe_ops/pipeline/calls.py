@@ -137,7 +137,7 @@ def chunk_of(
         scale = scale[part]
     if meta is not None:
         counts = count_expert_num_tokens(ids, call.w1.shape[0], call.expert_map)
-        on_cpu = None if meta.expert_num_tokens_cpu is None else counts.cpu()  # the host waits
+        on_cpu = None if meta.expert_num_tokens_cpu is None else counts.cpu()  # waits for the GPU
         meta = ExpertTokensMetadata(counts, on_cpu)
     lora = None if call.lora is None else call.lora.tokens(tokens)
     call = call._replace(topk_ids=ids, topk_weights=call.topk_weights[tokens], lora=lora)

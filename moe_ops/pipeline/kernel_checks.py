@@ -13,11 +13,7 @@ from moe_ops.pipeline.autocast import autocast_dtype
 from moe_ops.pipeline.backward import lacking
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import FusedMoEExperts
-from moe_ops.pipeline.formats import (
-    ExpertTokensMetadata,
-    FusedMoEActivationFormat,
-    PrepareResult,
-)
+from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.layer_checks import check_experts, check_layer
 from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.prepare_finalize import (

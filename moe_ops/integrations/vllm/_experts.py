@@ -204,7 +204,7 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Shapes of two workspaces (none: operators allocate their results) and of the output.
 
-        In the Batched format, whose experts have a largest number of rows, it has all padded rows.
+        The output of the Batched format, where ``max_num_tokens`` is set, has all padded rows.
         """
         if self.max_num_tokens is None:
             return (0,), (0,), (M, K)
