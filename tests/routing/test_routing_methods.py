@@ -43,6 +43,8 @@ def test_a_table_chooses(kind, tokens, experts, scoring, renormalize, dtype, see
     """Words outside of it, and entries that are no expert, are skipped."""
     k, vocabulary = 3, 11
     logits = make_logits(kind, tokens, experts, seed)
+    if kind == "far":  # no top-k: the chosen scores may all be below float32's
+        logits /= 16
     g = torch.Generator().manual_seed(seed)
     table = torch.stack([torch.randperm(experts, generator=g)[:k] for _ in range(vocabulary)])
     table[0, 0], table[1, 1] = -1, experts
@@ -120,7 +122,8 @@ def test_sparsemixer(kind, tokens, experts, eps, dtype, seed, device):
     exact = torch.tensor([w for w, _ in rows], dtype=torch.float64).reshape(tokens, 2)
     assert_matches_reference(weights.cpu(), exact, exact.float())
     expected = reference.sparsemixer(logits, eps)
-    assert torch.equal(ids.cpu(), expected[1]) and torch.equal(weights.cpu(), expected[0])
+    assert torch.equal(ids.cpu(), expected[1])
+    assert_matches_reference(expected[0], exact, exact.float())  # a GPU's exp has other bits
 
 
 @pytest.mark.kernel

@@ -53,6 +53,20 @@ class Stored(torch.autograd.Function):
         return grad, None, None
 
 
+class Weighted(torch.autograd.Function):
+    """Rows times router weights, whose gradients read the rows before they were rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, unrounded: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, unrounded)
+        return rows * weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weights, unrounded = ctx.saved_tensors
+        return grad * weights, (grad * unrounded).sum(1, keepdim=True), None
+
+
 def layer(
     problem: Problem,
     inputs: Inputs,
@@ -64,10 +78,12 @@ def layer(
 ) -> Tensor:
     """The layer in the dtype of ``inputs``, rounded to ``dtype`` where our backward pass rounds.
 
-    With a ``config`` rows are quantized; weights are given dequantized. ``lora``: scaled factors
-    ``(L, E, ..)`` of both weights, and each token's adapter. ``batched``: the rows of experts and
-    their gradients are rounded, as they are in the Batched format, where gradients of router
-    weights read these rows. ``rounds_product``: whether they are those of the rounded product.
+    With a ``config`` weights are given dequantized, and rows are quantized: these are multiplied by
+    the weights as they are, gradients and rows that are not quantized by rounded ones. ``lora``:
+    scaled factors ``(L, E, ..)`` of both weights, and each token's adapter. ``batched``: the rows
+    of experts and their gradients are rounded, as they are in the Batched format, where gradients
+    of router weights read these rows. ``rounds_product``: whether they are those of the rounded
+    product.
     """
     x, w1, w2, weights, _, _, b1, b2 = inputs
     expert = chosen(inputs)
@@ -89,6 +105,12 @@ def layer(
             out = out.index_add(0, mine, rows[mine] @ w[e].t())
         return out
 
+    def multiplied(rows: Tensor, w: Tensor) -> Tensor:
+        if config is None:
+            return product(rows, w)
+        out = product(rows, w.detach().to(dtype).to(w.dtype))
+        return out if quant is None else out + (product(rows, w) - out).detach()
+
     def low(rows: Tensor, at: int) -> Tensor:
         if lora is None:
             return rows.new_zeros(())
@@ -101,22 +123,28 @@ def layer(
     on_input, on_output = (weight, 1.0) if problem.on_input else (1.0, weight)
     rows = Rounding.apply(x[token] * on_input, dtype, True)
     rows = rounded(rows) if batched else rows
-    sums = product(stored(Rounding.apply(rows, dtype, True), scales[0]), w1)
+    sums = multiplied(stored(Rounding.apply(rows, dtype, True), scales[0]), w1)
     sums = sums if b1 is None else sums + b1[expert]
     f = FORMULAS[problem.activation]
     unrounded = rounded(f(*halves(sums, problem.activation)))
-    h = rounded(rounded(sums) + low(rows, 0))
-    h = rounded(f(*halves(h, problem.activation)))
+    h = rounded(rounded(sums) + low(x[token], 0) * on_input)
+    activated = f(*halves(h, problem.activation))
+    h = activated + (rounded(activated) - activated).detach()  # its gradient is not rounded
     if batched:
-        y = product(rounded(stored(h, scales[1])), w2)
+        y = multiplied(rounded(stored(h, scales[1])), w2)
         if not rounds_product:
-            y = y + (product(rounded(stored(unrounded, scales[1])), w2) - y).detach()
+            y = y + (multiplied(rounded(stored(unrounded, scales[1])), w2) - y).detach()
         y = rounded(y if b2 is None else y + b2[expert]) * on_output
         return rounded(torch.zeros_like(x).index_add(0, token, y))
     # The gradient of this product is that of rows without router weights, and is rounded as such.
-    z = rounded(stored(h, scales[1]) * on_output)
-    y = product(rounded(z), w2) + low(z, 2)
+    z = stored(h, scales[1])
+    z = rounded(z if problem.on_input else Weighted.apply(z, weight, activated))
+    y = multiplied(rounded(z), w2) + low(z, 2)
     y = y if b2 is None else y + b2[expert] * on_output
+    if lora is not None:  # the second product is rounded before and after it is added to
+        own = multiplied(stored(h, scales[1]), w2)
+        own = rounded(own if b2 is None else own + b2[expert])
+        y = y + (rounded(own + low(h, 2)) * on_output - y).detach()
     return rounded(torch.zeros_like(x).index_add(0, token, y))
 
 
@@ -156,7 +184,7 @@ def assert_gradients(
     """Every gradient is as close to float64's as the roundings of ours allow.
 
     Budgets are per token, per expert, and for router weights for all of them. With a ``config``
-    weights are given dequantized, and the reference quantizes rows and rounds weights.
+    weights are given dequantized, and the reference quantizes rows.
     ``rounding``: see `layer`.
     """
     both = []
@@ -165,9 +193,7 @@ def assert_gradients(
         if dtype == torch.float64:
             out = layer(problem, given, dtype)
         else:
-            near = [w.detach().to(problem.dtype).float() for w in (given.w1, given.w2)]
-            frozen = given if config is None else given._replace(w1=near[0], w2=near[1])
-            out = layer(problem, frozen, problem.dtype, config, **rounding)
+            out = layer(problem, given, problem.dtype, config, **rounding)
         both.append(gradients(out, given, grad.cpu()))
     exact, reference = both
     for name, actual in found.items():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.dispatch.row_tiles import TileRule, gemm_rule
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import local_experts, planned_rows
@@ -147,6 +147,7 @@ def apart(call: SumCall, operators: Any = ops) -> Tensor:
 
 def exact(call: SumCall) -> Bounded:
     """The result in float64, of the numbers that are multiplied; on the CPU."""
+    rule = gemm_rule(call.scheme, call.a, call.tiles, call.batch_invariant)  # the device's
     call = SumCall(*(x.cpu() if isinstance(x, Tensor) else x for x in call))
     call, weight = (
         call._replace(tiles=[None if x is None else x.cpu() for x in call.tiles]),
@@ -155,7 +156,7 @@ def exact(call: SumCall) -> Bounded:
     expert, w = call.experts, weight.data.double()
     if weight.scale is not None:
         w *= spread_scale(weight.scale.double(), get_scheme(call.scheme).weight, *w.shape[1:])
-    y = Bounded.exactly(_rows(call)).products(w, expert)
+    y = Bounded.exactly(_rows(call, rule)).products(w, expert)
     y = y if weight.bias is None else y.plus(weight.bias[expert])
     weights = call.used.double()
     weights = weights if call.topk_weights is None else weights * call.topk_weights.double()
@@ -163,13 +164,12 @@ def exact(call: SumCall) -> Bounded:
     return y.weighted_sum(weights).rounded(call.out_dtype)
 
 
-def _rows(call: SumCall) -> Tensor:
-    """Numbers of the rows of slots in float64, by slot."""
+def _rows(call: SumCall, rule: TileRule) -> Tensor:
+    """Numbers of the rows of slots in float64, by slot; ``rule``: that of the call's plan."""
     quant, num_experts = get_scheme(call.scheme).activation, len(call.weight[0])
     if quant is None:
         rows = call.a.double()
         if call.expert_order:
-            rule = gemm_rule(call.scheme, call.a, call.tiles, call.batch_invariant)
             slots, _, _, between, _ = planned_rows(call.tiles, rule, len(rows), num_experts)
             rows = torch.zeros_like(rows).index_copy(0, slots, rows[between])
         return rows
