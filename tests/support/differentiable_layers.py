@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from activation_formulas import FORMULAS, halves
@@ -67,6 +67,45 @@ class Weighted(torch.autograd.Function):
         return grad * weights, (grad * unrounded).sum(1, keepdim=True), None
 
 
+class Stages(NamedTuple):
+    """What happens to the rows of slots, which have one expert each."""
+
+    dtype: torch.dtype
+    expert: Tensor
+    config: FusedMoEQuantConfig | None
+
+    @property
+    def quant(self) -> Quant | None:
+        return None if self.config is None else self.config.scheme.activation
+
+    def rounded(self, value: Tensor) -> Tensor:
+        return value if self.dtype == value.dtype else Rounding.apply(value, self.dtype)
+
+    def stored(self, rows: Tensor, gemm: int) -> Tensor:
+        """The input rows of a GEMM, 0 or 1, as they are stored."""
+        if self.quant is None:
+            return rows
+        return Stored.apply(rows, self.config.input_scales[gemm], self.quant)
+
+    def product(self, rows: Tensor, w: Tensor, which: Tensor | None = None) -> Tensor:
+        which = self.expert if which is None else which
+        out = rows.new_zeros(len(rows), w.shape[1])
+        for e in range(len(w)):
+            mine = (which == e).nonzero().flatten()
+            out = out.index_add(0, mine, rows[mine] @ w[e].t())
+        return out
+
+    def multiplied(self, rows: Tensor, w: Tensor) -> Tensor:
+        """The product of rows that may be stored, with weights that may be dequantized."""
+        if self.config is None:
+            return self.product(rows, w)
+        out = self.product(rows, w.detach().to(self.dtype).to(w.dtype))
+        return out if self.quant is None else out + (self.product(rows, w) - out).detach()
+
+    def biased(self, rows: Tensor, bias: Tensor | None, weight: Any = 1.0) -> Tensor:
+        return rows if bias is None else rows + bias[self.expert] * weight
+
+
 def layer(
     problem: Problem,
     inputs: Inputs,
@@ -89,27 +128,10 @@ def layer(
     expert = chosen(inputs)
     token, slot = (expert >= 0).nonzero(as_tuple=True)
     expert, weight = expert[token, slot], weights[token, slot, None]
-    quant = None if config is None else config.scheme.activation
-    scales = (None, None) if config is None else config.input_scales
-
-    def rounded(value: Tensor) -> Tensor:
-        return value if dtype == value.dtype else Rounding.apply(value, dtype)
-
-    def stored(rows: Tensor, scale: Tensor | None) -> Tensor:
-        return rows if quant is None else Stored.apply(rows, scale, quant)
-
-    def product(rows: Tensor, w: Tensor, which: Tensor = expert) -> Tensor:
-        out = rows.new_zeros(len(rows), w.shape[1])
-        for e in range(len(w)):
-            mine = (which == e).nonzero().flatten()
-            out = out.index_add(0, mine, rows[mine] @ w[e].t())
-        return out
-
-    def multiplied(rows: Tensor, w: Tensor) -> Tensor:
-        if config is None:
-            return product(rows, w)
-        out = product(rows, w.detach().to(dtype).to(w.dtype))
-        return out if quant is None else out + (product(rows, w) - out).detach()
+    stages = Stages(dtype, expert, config)
+    rounded, stored, multiplied, biased = (
+        stages.rounded, stages.stored, stages.multiplied, stages.biased,
+    )  # fmt: skip
 
     def low(rows: Tensor, at: int) -> Tensor:
         if lora is None:
@@ -118,32 +140,29 @@ def layer(
         adapter, count = lora[1][token], len(lora[0][0])
         pair = torch.where((adapter >= 0) & (adapter < count), adapter * len(w1) + expert, -1)
         rows = Rounding.apply(rows, dtype, True)
-        return product(rounded(product(rows, a, pair)), b, pair)
+        return stages.product(rounded(stages.product(rows, a, pair)), b, pair)
 
     on_input, on_output = (weight, 1.0) if problem.on_input else (1.0, weight)
     rows = Rounding.apply(x[token] * on_input, dtype, True)
     rows = rounded(rows) if batched else rows
-    sums = multiplied(stored(Rounding.apply(rows, dtype, True), scales[0]), w1)
-    sums = sums if b1 is None else sums + b1[expert]
+    sums = biased(multiplied(stored(Rounding.apply(rows, dtype, True), 0), w1), b1)
     f = FORMULAS[problem.activation]
     unrounded = rounded(f(*halves(sums, problem.activation)))
     h = rounded(rounded(sums) + low(x[token], 0) * on_input)
     activated = f(*halves(h, problem.activation))
     h = activated + (rounded(activated) - activated).detach()  # its gradient is not rounded
     if batched:
-        y = multiplied(rounded(stored(h, scales[1])), w2)
+        y = multiplied(rounded(stored(h, 1)), w2)
         if not rounds_product:
-            y = y + (multiplied(rounded(stored(unrounded, scales[1])), w2) - y).detach()
-        y = rounded(y if b2 is None else y + b2[expert]) * on_output
+            y = y + (multiplied(rounded(stored(unrounded, 1)), w2) - y).detach()
+        y = rounded(biased(y, b2)) * on_output
         return rounded(torch.zeros_like(x).index_add(0, token, y))
     # The gradient of this product is that of rows without router weights, and is rounded as such.
-    z = stored(h, scales[1])
+    z = stored(h, 1)
     z = rounded(z if problem.on_input else Weighted.apply(z, weight, activated))
-    y = multiplied(rounded(z), w2) + low(z, 2)
-    y = y if b2 is None else y + b2[expert] * on_output
+    y = biased(multiplied(rounded(z), w2) + low(z, 2), b2, on_output)
     if lora is not None:  # the second product is rounded before and after it is added to
-        own = multiplied(stored(h, scales[1]), w2)
-        own = rounded(own if b2 is None else own + b2[expert])
+        own = rounded(biased(multiplied(stored(h, 1), w2), b2))
         y = y + (rounded(own + low(h, 2)) * on_output - y).detach()
     return rounded(torch.zeros_like(x).index_add(0, token, y))
 
