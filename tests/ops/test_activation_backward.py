@@ -91,7 +91,10 @@ def test_gradients(key, dtype, width, flags, device):
     for actual, within, expected in zip(found[:2], exact, near, strict=False):
         actual, used = actual.cpu(), ~skipped[: len(actual)]
         assert actual.shape == expected.shape
-        assert_matches_reference(actual[used], within[used], expected[used])
+        compared = (x[used] for x in (actual, within, expected))
+        if width == 1:  # a row of one number has no budget but luck
+            compared = (x.view(1, -1) for x in compared)
+        assert_matches_reference(*compared)
     products = found[2].cpu().view(1, -1)
     assert not products[0, skipped].any()
     assert_matches_reference(products, exact[2].view(1, -1), near[2].view(1, -1))
