@@ -212,6 +212,9 @@ def read_record(config: Any) -> dict[str, Any]:
 def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path]) -> None:
     """Check that a record has the experts of the model whose tensors in the files are quantized.
 
+    Where the files have a module's own name, saved with ``save_original_format=False``, it becomes
+    the record's name in the checkpoint.
+
     Raises:
         ValueError: experts that the model does not have, or that the record does not have; a broken
             file.
@@ -225,15 +228,22 @@ def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path
                 f"config.{RECORD} must name experts modules of the model ({', '.join(names)}), got "
                 f"{name!r}"
             )
+    found = {
+        experts: f"{file} holds {tensor}"
+        for file in files
+        for tensor in SafetensorsFile(file).names()
+        if (experts := scaled_experts(tensor)) is not None
+    }
+    for name, entry in record.items():
+        if name in found and entry["checkpoint"] not in found:
+            entry["checkpoint"] = name
     stored = {entry["checkpoint"] for entry in record.values()}
-    for file in files:
-        for tensor in SafetensorsFile(file).names():
-            experts = scaled_experts(tensor)
-            if experts is not None and experts not in stored:
-                raise ValueError(
-                    f"config.{RECORD} must have an entry for each experts module that is stored "
-                    f"quantized, got none for {experts} ({file} holds {tensor})"
-                )
+    for experts, where in found.items():
+        if experts not in stored:
+            raise ValueError(
+                f"config.{RECORD} must have an entry for each experts module that is stored "
+                f"quantized, got none for {experts} ({where})"
+            )
 
 
 def _record(model: PreTrainedModel) -> dict[str, Any]:
