@@ -155,6 +155,21 @@ def test_experts_that_share_a_list_in_the_plain_checkpoint(tmp_path):
     assert len({entry["checkpoint"] for entry in record.values()}) == len(record) == 4
 
 
+def test_the_text_model_inside_of_a_saved_one_is_not_read(tmp_path):
+    """transformers makes it for ``AutoModelForCausalLM``, with the part of the config for text."""
+    found = next(each for each in decorated_classes() if each[1] == "Qwen3_5MoeExperts")
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=build(*found)[0].config.to_dict(), vision_config=vision
+    )
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    moe_ops.quantize_(model, "int8_w8a16", progress=False).save_pretrained(tmp_path)
+    rule = "auto_class must make the model that was saved, .* got Qwen3_5MoeForCausalLM with"
+    with pytest.raises(ValueError, match=rule):
+        integration.from_pretrained(tmp_path)
+    integration.from_pretrained(tmp_path, auto_class=type(model))
+
+
 @torch.no_grad()
 def test_weights_that_accelerate_moves(tmp_path):
     """Every forward brings them in and takes them out again, also if it raises."""
