@@ -101,6 +101,11 @@ class MoeOpsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **rest: Any) -> Any:
         """Give experts modules layers on ``meta``, for which transformers chooses the devices."""
         self._folder = Path(rest["checkpoint_files"][0]).parent
+        if getattr(model.config, RECORD, None) is None:  # such as that of the text model inside
+            raise ValueError(
+                f"auto_class must make the model that was saved, whose config has an entry "
+                f"{RECORD!r}, got {type(model).__name__} with {type(model.config).__name__}"
+            )
         record = read_record(model.config)
         _check_record(record, model, map(Path, rest["checkpoint_files"]))
         for name, entry in record.items():
@@ -212,6 +217,9 @@ def read_record(config: Any) -> dict[str, Any]:
 def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path]) -> None:
     """Check that a record has the experts of the model whose tensors in the files are quantized.
 
+    Where the files have a module's own name, saved with ``save_original_format=False``, it becomes
+    the record's name in the checkpoint.
+
     Raises:
         ValueError: experts that the model does not have, or that the record does not have; a broken
             file.
@@ -225,15 +233,22 @@ def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path
                 f"config.{RECORD} must name experts modules of the model ({', '.join(names)}), got "
                 f"{name!r}"
             )
+    places = {
+        experts: f"{file} holds {tensor}"
+        for file in files
+        for tensor in SafetensorsFile(file).names()
+        if (experts := scaled_experts(tensor)) is not None
+    }
+    for name, entry in record.items():
+        if name in places and entry["checkpoint"] not in places:
+            entry["checkpoint"] = name
     stored = {entry["checkpoint"] for entry in record.values()}
-    for file in files:
-        for tensor in SafetensorsFile(file).names():
-            experts = scaled_experts(tensor)
-            if experts is not None and experts not in stored:
-                raise ValueError(
-                    f"config.{RECORD} must have an entry for each experts module that is stored "
-                    f"quantized, got none for {experts} ({file} holds {tensor})"
-                )
+    for experts, where in places.items():
+        if experts not in stored:
+            raise ValueError(
+                f"config.{RECORD} must have an entry for each experts module that is stored "
+                f"quantized, got none for {experts} ({where})"
+            )
 
 
 def _record(model: PreTrainedModel) -> dict[str, Any]:

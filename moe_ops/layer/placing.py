@@ -233,9 +233,11 @@ class Placing:
         shape, of_weights = tuple(entry.read().shape[1:]), self.layout.transposed
         if piece.kind == "scale" and n != k:
             return shape == (k, n)
-        if of_weights is None and n == k:  # the layer's own names are never transposed
-            return False if self._is_own(entry) else None
+        if of_weights is None and self._is_own(entry):  # these are never transposed
+            return False
         if of_weights is None:
+            if n == k:
+                return None
             of_weights = shape == (k, n)
             self.layout = replace(self.layout, transposed=of_weights)
         return of_weights

@@ -14,6 +14,7 @@ PROJECTIONS = {
     "w3": "w3", "up_proj": "w3", "linear_v": "w3",
     "w2": "w2", "down_proj": "w2", "linear_1": "w2", "output_linear": "w2",
     "w13": "w13", "gate_up_proj": "w13", "input_linear": "w13",
+    "w13_weight": "w13", "w2_weight": "w2",
 }  # fmt: skip
 """Names of projections; ``w13`` is gate and up in one tensor."""
 
@@ -28,6 +29,8 @@ KINDS = {
     "bias": "bias", "weight_g_idx": "g_idx", "g_idx": "g_idx", "weight_shape": "shape",
     "input_order": "input_order",
 }  # fmt: skip
+# Tensors of all experts may leave out a word: ``gate_up_proj_packed``, ``down_proj_scale_2``.
+KINDS |= {k.removeprefix("weight_"): kind for k, kind in KINDS.items() if k.startswith("weight_")}
 """Kinds by the last part of a name. Scales multiply, except those in `DIVISORS`."""
 
 SUFFIX = {
@@ -42,7 +45,7 @@ SUFFIX = {
 }
 """For each kind of tensor, how the names of a layer's parameters end."""
 
-DIVISORS = ("weight_global_scale", "input_global_scale")
+DIVISORS = ("weight_global_scale", "global_scale", "input_global_scale")
 """Scales that checkpoints divide by."""
 
 
@@ -76,7 +79,8 @@ class CheckpointLayout:
 
     Args:
         transposed: tensors of all experts are ``(E, H, 2I)`` and ``(E, I, H)`` instead of
-            ``(E, 2I, H)`` and ``(E, H, I)``. None: found out unless both tensors are square.
+            ``(E, 2I, H)`` and ``(E, H, I)``. None: found out unless both tensors are square; those
+            by the names of a layer's parameters (``w13_weight``) are not.
         interleaved: gate and up rows alternate in tensors of both. None: as the layer's activation
             takes them.
         awq: 4-bit ``qweight`` is packed as AWQ does. None: by its shape.

@@ -300,10 +300,13 @@ def _quark_operand(settings: Settings) -> Settings:
 
 
 def _moe_ops(settings: Settings, names: ExpertNames) -> Facts:
-    """This library's own: a scheme for each experts module that is quantized."""
-    for entry in settings.values():
+    """This library's own: a scheme for each experts module that is quantized.
+
+    Files have its name in the plain checkpoint, or its own (``save_original_format=False``).
+    """
+    for name, entry in settings.items():
         stored = entry.get("checkpoint") if isinstance(entry, Mapping) else None
-        if isinstance(stored, str) and names.are_matched(exact((stored,))):
+        if isinstance(stored, str) and names.are_matched(exact((stored, name))):
             return named(str(entry.get("scheme")))
     return PLAIN
 

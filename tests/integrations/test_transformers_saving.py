@@ -1,5 +1,6 @@
 """Saved transformers models: parts that were quantized, records that do not fit, broken files."""
 
+import copy
 import json
 import pickle
 
@@ -108,6 +109,30 @@ def test_files_that_are_cut_off_are_named(size, tmp_path):
     integration.from_pretrained(folder)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["int8_w8a16", "mxfp6_e2m3"])
+@pytest.mark.parametrize("cls", ["MixtralExperts", "NemotronHExperts"])
+def test_saved_by_the_names_of_modules(cls, scheme, tmp_path):
+    """``save_original_format=False``, for models whose plain checkpoints have other names."""
+    model, arguments = build(*next(found for found in decorated_classes() if found[1] == cls))
+    moe_ops.quantize_(model, scheme, progress=False)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    read, report = integration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert torch.equal(read(**arguments)[0], model(**arguments)[0])
+    for name, experts in model.named_modules():
+        stored = getattr(experts, "moe_ops_layer", None)
+        if stored is not None:
+            layer = copy.deepcopy(stored)
+            for parameter in layer.parameters():
+                parameter.zero_()
+            moe_ops.load_checkpoint(layer, tmp_path, prefix=name, progress=False)
+            assert all(map(torch.equal, layer.parameters(), stored.parameters()))
+    read.save_pretrained(tmp_path / "again")
+    again = integration.from_pretrained(tmp_path / "again")
+    assert torch.equal(again(**arguments)[0], model(**arguments)[0])
+
+
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_heads": 2, "depth": 1, "patch_size": 4}
 
 
@@ -128,6 +153,21 @@ def test_experts_that_share_a_list_in_the_plain_checkpoint(tmp_path):
     assert torch.equal(read(ids() + 3).logits, model(ids() + 3).logits)
     record = json.loads((tmp_path / "config.json").read_text())["moe_ops"]
     assert len({entry["checkpoint"] for entry in record.values()}) == len(record) == 4
+
+
+def test_the_text_model_inside_of_a_saved_one_is_not_read(tmp_path):
+    """transformers makes it for ``AutoModelForCausalLM``, with the part of the config for text."""
+    found = next(each for each in decorated_classes() if each[1] == "Qwen3_5MoeExperts")
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=build(*found)[0].config.to_dict(), vision_config=vision
+    )
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    moe_ops.quantize_(model, "int8_w8a16", progress=False).save_pretrained(tmp_path)
+    rule = "auto_class must make the model that was saved, .* got Qwen3_5MoeForCausalLM with"
+    with pytest.raises(ValueError, match=rule):
+        integration.from_pretrained(tmp_path)
+    integration.from_pretrained(tmp_path, auto_class=type(model))
 
 
 @torch.no_grad()

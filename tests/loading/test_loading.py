@@ -82,6 +82,9 @@ def test_tensors_of_all_experts(transposed, interleaved, activation):
         check(layer, experts, None)
 
 
+OWN = {"w13": "gate_up_proj", "w2": "down_proj"}
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(32, 32), (32, 16)])
 def test_one_square_tensor_is_told_by_the_other(sizes, transposed):
@@ -91,6 +94,21 @@ def test_one_square_tensor_is_told_by_the_other(sizes, transposed):
     for names in (list(source), list(source)[::-1]):
         layer = make(None, E, *sizes)
         load(layer, {name: source[name] for name in names})
+        check(layer, experts, None)
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (32, 16), (32, 24)])
+def test_tensors_by_the_names_of_a_layer_are_not_transposed(sizes):
+    """Neither a square one beside one that is not, whichever comes first; a layout may say so."""
+    experts = Experts.random(E, *sizes)
+    plain = fused(experts, transposed=True)
+    source = {f"{w}_weight": plain[f"experts.{n}"] for w, n in OWN.items()}
+    for names in (list(source), list(source)[::-1]):
+        turned = {name: source[name] for name in names}
+        with pytest.raises(ValueError, match=r"mismatched \(w.*_weight: expert 0: shape must be"):
+            load(make(None, E, *sizes), turned)
+        layer = make(None, E, *sizes)
+        load(layer, turned, layout="llama4")
         check(layer, experts, None)
 
 

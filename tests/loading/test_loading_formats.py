@@ -276,6 +276,31 @@ def test_global_scales_divide_or_multiply():
     check_ranks("nvfp4_w4a16", experts, source)
 
 
+@pytest.mark.parametrize("name", ["gate_up_proj{}", "gate_up_proj.weight{}", "w13_weight.weight{}"])
+def test_all_experts_in_one_tensor(name):
+    """NVFP4 by the names of ModelOpt and LLM Compressor, with a word left out, and nested."""
+    gate, up, down = experts = Experts.random(E, H, I).quantized("nvfp4_w4a16")
+    both = {
+        "weight": torch.cat((gate.data, up.data), 1),
+        "scale": torch.cat((gate.scale, up.scale), 1),
+        "global": torch.stack((gate.global_scale, up.global_scale), 1),
+    }
+    second = {"weight": down.data, "scale": down.scale, "global": down.global_scale}
+    other = name.replace("gate_up_proj", "down_proj").replace("w13", "w2")
+    parts = [(name, both), (other, second)]
+    modelopt = {"weight": "", "scale": "_scale", "global": "_scale_2"}
+    source = {f"experts.{n.format(modelopt[k])}": x for n, its in parts for k, x in its.items()}
+    check_ranks("nvfp4_w4a16", experts, source)
+
+    exact = Experts(*(q._replace(global_scale=1 / (1 / q.global_scale)) for q in experts))
+    compressor = {"weight": "_packed", "scale": "_scale", "global": "_global_scale"}
+    for its in (both, second):
+        its["global"] = 1 / its["global"]
+    source = {f"experts.{n.format(compressor[k])}": x for n, its in parts for k, x in its.items()}
+    source |= {f"experts.{n.format('_shape')}": torch.tensor([E, 0, 0]) for n, _ in parts}
+    check_ranks("nvfp4_w4a16", exact, source)
+
+
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan"), -1.0])
 def test_a_global_scale_that_cannot_be_used(value):
     experts = Experts.random(E, H, I).quantized("nvfp4_w4a16")

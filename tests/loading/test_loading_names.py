@@ -34,6 +34,12 @@ EXPERTS = {
     "experts.1.linear.weight": ("w1", "weight", 1),  # Grok-1
     "experts.1.linear_v.weight": ("w3", "weight", 1),
     "experts.1.linear_1.weight": ("w2", "weight", 1),
+    "experts.gate_up_proj_scale_2": ("w13", "global_scale", None),  # ModelOpt, all experts
+    "experts.down_proj_packed": ("w2", "weight", None),  # LLM Compressor, all experts
+    "experts.down_proj_zero_point": ("w2", "zero_point", None),
+    "experts.gate_up_proj_shape": ("w13", "shape", None),
+    "experts.w13_weight.weight_packed": ("w13", "weight", None),
+    "experts.w2_weight.weight_global_scale": ("w2", "global_scale", None),
     "experts.0.w1.qscale_act": ("w1", "input_scale", 0),
     "experts.0.up_proj.weight_chan_scale": ("w3", "channel_scale", 0),
     "experts.0.up_proj.input_global_scale": ("w3", "input_scale", 0),
