@@ -39,7 +39,7 @@ def test_the_signature_names_every_option():
         ({"num_redundant_experts": 2}, "num_redundant_experts must be 0 without enable_eplb"),
         ({"n_shared_experts": -1}, "n_shared_experts must be at least 0"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
-        ({"zero_expert_num": 2}, "zero_expert_type must be one of"),
+        ({"zero_expert_num": 2}, "zero_expert_type must be one of .*, got 'None'"),
         ({"quant_config": "fp9"}, "scheme must be one of"),
         ({"ep_size": 3, "enable_eplb": True}, "must be a multiple of ep_size"),
         ({"tp_size": 2, "tp_rank": 2}, "tp_rank must be in 0..1"),
@@ -280,6 +280,14 @@ def test_the_former_name_of_the_scheme():
 def test_tokens_and_logits_of_another_width(hidden, logits, message):
     with pytest.raises(ValueError, match=message):
         make()(*batch(logits=logits, hidden=hidden))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_logits_of_other_tokens(groups):
+    layer = make(use_grouped_topk=groups > 1, num_expert_group=groups, topk_group=groups)
+    (x, logits), message = batch(), f"router_logits must have the {T} tokens of hidden_states"
+    with pytest.raises(ValueError, match=f"{message}, got {T - 1}"):
+        layer(x, logits[1:])
 
 
 def test_grouped_routing():
