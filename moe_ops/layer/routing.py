@@ -286,7 +286,6 @@ class RoutesTokens(ExpertLayer):
         captures = self.state.capture_fn is not None or self.state.capture_buffer is not None
         if self.routes_plainly and is_padding is None and input_ids is None and topk_ids is None:
             # The result of `select_experts`, without the cost of checking its options.
-            checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
             weights, ids = fused_topk(
                 hidden_states,
                 router_logits,

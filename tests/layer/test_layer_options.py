@@ -282,14 +282,6 @@ def test_tokens_and_logits_of_another_width(hidden, logits, message):
         make()(*batch(logits=logits, hidden=hidden))
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_logits_of_other_tokens(groups):
-    layer = make(use_grouped_topk=groups > 1, num_expert_group=groups, topk_group=groups)
-    (x, logits), message = batch(), f"router_logits must have the {T} tokens of hidden_states"
-    with pytest.raises(ValueError, match=f"{message}, got {T - 1}"):
-        layer(x, logits[1:])
-
-
 def test_grouped_routing():
     bias = torch.linspace(0, 0.5, E)
     options = {
