@@ -1,4 +1,8 @@
-"""Benchmark of the whole layer, from (hidden_states, topk_weights, topk_ids) to the output."""
+"""Benchmark of the whole layer, from (hidden_states, topk_weights, topk_ids) to the output.
+
+`moe-ops bench --ranks 2` times layers whose experts are spread over GPUs, and `moe-ops bench
+--resident 0.5` layers whose experts are in host memory; with --help both list their options.
+"""
 
 from __future__ import annotations
 

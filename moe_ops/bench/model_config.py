@@ -18,7 +18,7 @@ SPELLINGS = {
         "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k",
         "top_k_experts", "experts_per_token",
     ),
-    "hidden_size": ("moe_latent_size", "hidden_size", "d_model"),
+    "hidden_size": ("moe_latent_size", "moe_hidden_size", "hidden_size", "d_model"),
     "intermediate_size": (
         "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size",
     ),

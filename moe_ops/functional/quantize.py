@@ -78,7 +78,7 @@ def moe_kernel_quantize_input(
     if quant_dtype is None:
         return A, A_scale
     checks.tensor("A", A, 2, checks.FLOATS)
-    quant = _quant_key(A, quant_dtype, per_act_token_quant, block_shape, A_scale)
+    quant = _quant_key(A, per_act_token_quant, block_shape, A_scale, quant_dtype=quant_dtype)
     if A_scale is not None:
         _check_scale(A_scale, A)
         if not per_act_token_quant:
@@ -142,7 +142,7 @@ def batched_moe_kernel_quantize_input(
     checks.tensor("expert_num_tokens", expert_num_tokens, 1, checks.INDICES)
     checks.size("expert_num_tokens.shape[0]", expert_num_tokens.shape[0], "E", E)
     checks.same_device("expert_num_tokens", expert_num_tokens, "A", A)
-    quant = _quant_key(A, qtype, per_act_token_quant, block_shape, A_scale)
+    quant = _quant_key(A, per_act_token_quant, block_shape, A_scale, qtype=qtype)
     if A_scale is not None:
         _check_scale(A_scale, A)
         sizes = [1] if qtype in _FORMATS else [1, E]
@@ -176,12 +176,13 @@ def _per_expert(scale: Tensor | None, num_experts: int) -> Tensor | None:
 
 def _quant_key(
     rows: Tensor,
-    dtype: torch.dtype | str,
     per_row: bool,
     block_shape: Sequence[int] | None,
     scale: Tensor | None,
+    **dtypes: torch.dtype | str,
 ) -> str:
-    """Return the key of the `moe_ops.Quant` that the arguments describe."""
+    """Return the key of the `moe_ops.Quant` that the arguments describe; the dtype by its name."""
+    ((name, dtype),) = dtypes.items()
     checks.flags(per_act_token_quant=per_row)
     cols = None if block_shape is None else _block_columns(block_shape)
     if cols is not None and per_row:
@@ -190,7 +191,7 @@ def _quant_key(
         return _named_quant(rows, dtype, per_row, cols, scale)
     if not isinstance(dtype, torch.dtype) or dtype not in _ELEMENTS:
         choices = [*_ELEMENTS, *_FORMATS]
-        raise NotImplementedError(f"quant_dtype must be one of {choices}, got {dtype!r}")
+        raise NotImplementedError(f"{name} must be one of {choices}, got {dtype!r}")
     group = "1x*" if per_row else "*x*"
     if cols is not None:
         if scale is not None:

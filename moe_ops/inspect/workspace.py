@@ -115,6 +115,7 @@ def workspace_nbytes(
         The peak in bytes.
 
     Raises:
+        TypeError: a dtype other than bf16, fp16 and fp32.
         ValueError: an unknown scheme, activation, format or device; a size that is not positive; a
             ``chunk_size`` that is not positive, or that is given in the Batched format.
         NotImplementedError: ``batch_invariant`` with a scheme that does not support it; a `Scheme`
@@ -128,6 +129,7 @@ def workspace_nbytes(
         1, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts
     )
     checks.topk("top_k", top_k, num_experts)
+    checks.dtype_of("dtype", dtype, checks.FLOATS)
     config = FusedMoEConfig(
         num_experts,
         top_k,

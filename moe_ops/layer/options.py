@@ -241,7 +241,7 @@ class FusedMoEOptions:
         checks.number("capacity_factor", self.capacity_factor)
         check_mapping(self.expert_mapping)
         if self.zero_expert_num or self.zero_expert_type is not None:
-            checks.one_of("zero_expert_type", self.zero_expert_type or "", ("identity",))
+            checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
         parallel = self.moe_parallel_config
         if self.device is not None:
             checks.device("device", self.device)

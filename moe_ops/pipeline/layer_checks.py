@@ -142,9 +142,10 @@ def check_num_experts(
     checks.integer("global_num_experts", global_num_experts)
     expected = None if global_num_experts == -1 else global_num_experts
     checks.expert_map(expert_map, like, expected)
-    num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
+    name, experts = ("w1", w1) if expert_map is None else ("expert_map", expert_map)
+    num_experts = experts.shape[0]
     if num_experts == 0:
-        raise ValueError(f"w1 must hold at least one expert, got shape {tuple(w1.shape)}")
+        raise ValueError(f"{name} must hold at least one expert, got shape {tuple(experts.shape)}")
     if expected is not None and expected != num_experts:
         raise ValueError(
             f"global_num_experts must be w1.shape[0] = {num_experts} without an expert_map, "

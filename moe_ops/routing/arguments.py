@@ -26,7 +26,7 @@ def check_logits(hidden_states: Tensor, gating_output: Tensor, topk: int) -> int
 def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
     """Check the axes of tokens ``(.., T, H)`` and of logits, ``(.., T, E)`` or ``(T, E)``.
 
-    The number of tokens is checked later, once both are flattened.
+    Flat logits of tokens that are not flat are counted later, once both are.
 
     Raises:
         TypeError: not tensors, or not of a float dtype.
@@ -35,17 +35,17 @@ def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
     for name, x in (("hidden_states", hidden_states), ("router_logits", router_logits)):
         checks.tensor(name, x, None, checks.FLOATS)
     shape, other = hidden_states.shape, router_logits.shape
-    if len(shape) > 0 and len(other) == 2:
+    if len(shape) not in (0, 2) and len(other) == 2:
         return
     if len(shape) < 1 or len(shape) != len(other):
         raise ValueError(
             "router_logits must be (T, E) or have the axes of hidden_states, (.., T, H), got shape "
             f"{tuple(other)} for {tuple(shape)}"
         )
-    for axis in range(len(shape) - 2):
+    for axis in range(len(shape) - 1):
         if torch.compiler.is_compiling():
             torch._check(other[axis] == shape[axis])
-        else:
+        elif other[axis] != shape[axis]:
             rule = f"hidden_states.shape[{axis}]"
             checks.size(f"router_logits.shape[{axis}]", other[axis], rule, shape[axis])
 

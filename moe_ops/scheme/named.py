@@ -234,12 +234,14 @@ def get_scheme(name: str) -> Scheme:
         The scheme; the same object on every call.
 
     Raises:
+        TypeError: not a str.
         ValueError: an unknown name (the error suggests the nearest known name), or a group size
             that is not a power of two of at least 16 (of rows also 1).
         NotImplementedError: a key that operators cannot compute.
     """
     if name in SCHEMES:
         return SCHEMES[name]
+    checks.instance("name", name, str)
     if "|" in name:
         return as_scheme(Scheme(name, *_parsed(name)))
     quants = _of_family(name)

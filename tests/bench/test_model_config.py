@@ -61,6 +61,7 @@ def read(tmp_path, config, **files):
         ({"n_routed_experts": 128, "num_experts_per_tok": 6, "hidden_size": 2688,
           "moe_intermediate_size": 1856, "mlp_hidden_act": "relu2"}, (128, 6, 2688, 1856),
          "relu2_no_mul"),
+        ({**QWEN3, "hidden_size": 8192, "moe_hidden_size": 4096}, (128, 8, 4096, 768), "silu"),
     ],
 )  # fmt: skip
 def test_sizes_and_activation(tmp_path, config, sizes, activation):

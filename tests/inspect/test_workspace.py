@@ -281,6 +281,8 @@ def test_errors():
         moe_ops.workspace_nbytes(*sizes, scheme="fp3")
     with pytest.raises(ValueError, match="device must be one of .*'cpu'.*got 'cuda'"):
         moe_ops.workspace_nbytes(*sizes, device="cuda")
+    with pytest.raises(TypeError, match="^dtype must be one of .*, got torch.float64"):
+        moe_ops.workspace_nbytes(*sizes[:-1], torch.float64)
 
 
 @pytest.mark.gpu

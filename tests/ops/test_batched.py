@@ -283,7 +283,7 @@ COUNTS = torch.ones(2, dtype=torch.int32)
         (torch.ones(2, 4, 4), (None, 4, 2, 4, COUNTS[:1], FP8, False), ValueError, "expert_num"),
         (torch.ones(2, 4, 4), (torch.ones(3), 4, 2, 4, COUNTS, FP8, False), ValueError, "A_scale"),
         (torch.ones(2, 4, 4), (None, 4, 2, 4, COUNTS, torch.uint8, False), NotImplementedError,
-         "quant_dtype must"),
+         "qtype must"),
         (torch.ones(2, 4, 4), (COUNTS.float(), 4, 2, 4, COUNTS, "nvfp4", False), ValueError,
          r"A_scale.numel\(\) must be one of \[1\], got 2"),
     ],

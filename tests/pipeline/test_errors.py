@@ -49,7 +49,12 @@ BAD = [
     (
         {"w1": torch.zeros(0, 2 * I, H), "w2": torch.zeros(0, H, I)},
         ValueError,
-        "at least one expert",
+        "w1 must hold at least one expert, got shape .0, ",
+    ),
+    (
+        {"expert_map": torch.zeros(0).int()},
+        ValueError,
+        "expert_map must hold at least one expert, got shape .0,.$",
     ),
     ({"topk_ids": torch.zeros(T, K)}, TypeError, "topk_ids must have a dtype"),
     ({"topk_ids": torch.zeros(T).int()}, ValueError, "topk_ids must have 2 axes"),
@@ -112,7 +117,7 @@ ROUTED = [
     row
     for row in BAD
     if not {"topk_ids", "topk_weights", "hidden_states"} & {*row[0]}
-    and row[2] != "at least one expert"
+    and "at least one expert" not in row[2]
 ]
 
 

@@ -34,7 +34,7 @@ NUMBERS = [
 @every_row(("function", "name"), CASES)
 def test_another_kind_is_named(function, name, value):
     function(**GOOD[function])
-    named = {"n_local_expert": "local_expert", "qtype": "quant_dtype"}.get(name, name)
+    named = {"n_local_expert": "local_expert"}.get(name, name)
     if name == "quant_config" and function is moe_ops.FusedMoE:
         named = "scheme"
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{named}.* must"):
@@ -235,8 +235,9 @@ def test_leading_axes_of_tokens_and_logits():
     x, logits = torch.randn(2, 3, H), torch.randn(2, 3, E)
     with torch.no_grad():
         assert torch.equal(layer(x, logits), layer(x, logits.view(6, E)))
-    with pytest.raises(ValueError, match=r"router_logits.shape\[0\] must be .* = 2, got 3"):
-        layer(torch.zeros(2, 3, H), torch.zeros(3, 2, E))
+    for x in (torch.zeros(2, 3, H), torch.zeros(2, H)):
+        with pytest.raises(ValueError, match=r"router_logits.shape\[0\] must be .* = 2, got 3"):
+            layer(x, torch.zeros(3, *x.shape[1:-1], E))
     with pytest.raises(ValueError, match="must have the 6 tokens of hidden_states, got 4"):
         layer(torch.zeros(2, 3, H), torch.zeros(4, E))
     for x, logits in ((torch.tensor(1.0),) * 2, (torch.zeros(2, 3, H), torch.zeros(1, 2, 3, E))):

@@ -42,6 +42,9 @@ def test_names_that_differ_only_in_group_sizes():
     for name in ("int4_w4a16_g48", "int8_w8a16_g8", "fp8_w8a16_block12"):
         with pytest.raises(ValueError, match="powers of two"):
             get_scheme(name)
+    for other in (None, 8, get_scheme("fp8_block64x128")):
+        with pytest.raises(TypeError, match=f"name must be a str, got {type(other).__name__}"):
+            get_scheme(other)
 
 
 def nearest_even(x, grid):
