@@ -26,16 +26,11 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.neg().exp_().add_(1).reciprocal_()
 
 
-def tanh_logit(x: Tensor) -> Tensor:
-    """``2 * t`` of ``(1 + tanh(t)) / 2 = sigmoid(2 * t)``, in whose tail nothing cancels."""
-    return math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
-
-
-def gelu_factor(x: Tensor, rule: Formula) -> Tensor:
-    """``gelu(x) / x``; `F.gelu` rounds the last elements of a tensor differently."""
+def gelu_bend(x: Tensor, rule: Formula) -> Tensor:
+    """The t of ``gelu(x) = x / 2 * (1 + t)``; `F.gelu` rounds the last elements differently."""
     if rule.function == "gelu_tanh":
-        return sigmoid(tanh_logit(x))
-    return torch.erf(x * math.sqrt(0.5)).add_(1).mul_(0.5)
+        return torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+    return torch.erf(x * math.sqrt(0.5))
 
 
 def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
@@ -56,7 +51,7 @@ def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
     elif rule.function == "relu2":
         value = F.relu(g).square()
     else:
-        value = gelu_factor(g, rule).mul_(g)
+        value = gelu_bend(g, rule).add_(1).mul_(0.5).mul_(g)
     return value if u is None else value * u
 
 
@@ -85,11 +80,15 @@ def gate_derivative(g: Tensor, rule: Formula) -> tuple[Tensor, Tensor]:
     if rule.function == "relu2":
         x = F.relu(g)
         return x * x, 2 * x
-    s = gelu_factor(g, rule)
+    t = gelu_bend(g, rule)
+    half = 0.5 * (1 + t)
     if rule.function == "gelu_tanh":
+        # (1 + t) / 2 as a sigmoid, in whose tail nothing cancels
+        z = math.sqrt(8 / math.pi) * (g + 0.044715 * g * g * g)
         inner = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * g * g)
-        return g * s, s + g * s * sigmoid(-tanh_logit(g)) * inner
-    return g * s, s + g * torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
+        s = sigmoid(z)
+        return g * half, s + g * s * sigmoid(-z) * inner
+    return g * half, half + g * torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
 
 
 def up_derivative(u: Tensor, rule: Formula) -> tuple[Tensor, Tensor]:
