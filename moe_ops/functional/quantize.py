@@ -78,7 +78,7 @@ def moe_kernel_quantize_input(
     if quant_dtype is None:
         return A, A_scale
     checks.tensor("A", A, 2, checks.FLOATS)
-    quant = _quant_key(A, per_act_token_quant, block_shape, A_scale, quant_dtype=quant_dtype)
+    quant = _quant_key("quant_dtype", quant_dtype, A, per_act_token_quant, block_shape, A_scale)
     if A_scale is not None:
         _check_scale(A_scale, A)
         if not per_act_token_quant:
@@ -142,7 +142,7 @@ def batched_moe_kernel_quantize_input(
     checks.tensor("expert_num_tokens", expert_num_tokens, 1, checks.INDICES)
     checks.size("expert_num_tokens.shape[0]", expert_num_tokens.shape[0], "E", E)
     checks.same_device("expert_num_tokens", expert_num_tokens, "A", A)
-    quant = _quant_key(A, per_act_token_quant, block_shape, A_scale, qtype=qtype)
+    quant = _quant_key("qtype", qtype, A, per_act_token_quant, block_shape, A_scale)
     if A_scale is not None:
         _check_scale(A_scale, A)
         sizes = [1] if qtype in _FORMATS else [1, E]
@@ -175,14 +175,14 @@ def _per_expert(scale: Tensor | None, num_experts: int) -> Tensor | None:
 
 
 def _quant_key(
+    name: str,
+    dtype: torch.dtype | str,
     rows: Tensor,
     per_row: bool,
     block_shape: Sequence[int] | None,
     scale: Tensor | None,
-    **dtypes: torch.dtype | str,
 ) -> str:
-    """Return the key of the `moe_ops.Quant` that the arguments describe; the dtype by its name."""
-    ((name, dtype),) = dtypes.items()
+    """Return the key of the `moe_ops.Quant` that the arguments describe; errors name the dtype."""
     checks.flags(per_act_token_quant=per_row)
     cols = None if block_shape is None else _block_columns(block_shape)
     if cols is not None and per_row:

@@ -107,7 +107,8 @@ class MoeOpsQuantizer(HfQuantizer):
                 f"{RECORD!r}, got {type(model).__name__} with {type(model.config).__name__}"
             )
         record = read_record(model.config)
-        _check_record(record, model, map(Path, rest["checkpoint_files"]))
+        _check_modules(record, model)
+        _match_files(record, map(Path, rest["checkpoint_files"]))
         for name, entry in record.items():
             experts = model.get_submodule(name)
             put_layer(experts, new_layer(experts, get_scheme(entry["scheme"])))
@@ -214,16 +215,8 @@ def read_record(config: Any) -> dict[str, Any]:
     return record
 
 
-def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path]) -> None:
-    """Check that a record has the experts of the model whose tensors in the files are quantized.
-
-    Where the files have a module's own name, saved with ``save_original_format=False``, it becomes
-    the record's name in the checkpoint.
-
-    Raises:
-        ValueError: experts that the model does not have, or that the record does not have; a broken
-            file.
-    """
+def _check_modules(record: dict[str, Any], model: nn.Module) -> None:
+    """Check that all experts of a record are experts modules of the model."""
     names = [
         name for name, module in _reach.expert_modules(model, "") if _reach.is_decorated(module)
     ]
@@ -233,6 +226,16 @@ def _check_record(record: dict[str, Any], model: nn.Module, files: Iterable[Path
                 f"config.{RECORD} must name experts modules of the model ({', '.join(names)}), got "
                 f"{name!r}"
             )
+
+
+def _match_files(record: dict[str, Any], files: Iterable[Path]) -> None:
+    """Let a record name its experts as the files do, and check that it has all experts in them.
+
+    A folder that was saved with ``save_original_format=False`` has the modules' own names.
+
+    Raises:
+        ValueError: quantized experts that the record does not have; a broken file.
+    """
     places = {
         experts: f"{file} holds {tensor}"
         for file in files

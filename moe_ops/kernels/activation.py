@@ -118,7 +118,7 @@ def gate_slope(
     elif FUNCTION == "relu2":
         slope = tl.where(g < 0, 0.0, 2.0 * g)
     elif FUNCTION == "gelu_tanh":
-        # (1 + tanh(z)) / 2 as sigmoid(2 * z), in whose tail nothing cancels.
+        # (1 + tanh(z / 2)) / 2 is sigmoid(z), in whose tail nothing cancels.
         z = 1.5957691216057308 * (g + 0.044715 * g * g * g)
         inner = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
         s = tl.sigmoid(z)

@@ -17,7 +17,7 @@ SHOWN = 4
 
 def listed(names: Sequence[str]) -> str:
     """Return names for an error, which quotes `SHOWN` of them."""
-    return ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)])
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
 def add_gate(layer: ExpertLayer, options: FusedMoEOptions) -> None:

@@ -96,7 +96,8 @@ def _fp8(settings: Settings, names: ExpertNames) -> Facts:
         static = settings.get("activation_scheme") == "static"
         return named("fp8_tensor_static" if static else "fp8_tensor")
     rows, cols = pair(block)
-    return named(f"fp8_block{rows}x{cols}" + "_ue8m0" * (settings.get("scale_fmt") == "ue8m0"))
+    suffix = "_ue8m0" if settings.get("scale_fmt") == "ue8m0" else ""
+    return named(f"fp8_block{rows}x{cols}{suffix}")
 
 
 def _gptq(settings: Settings, names: ExpertNames) -> Facts:

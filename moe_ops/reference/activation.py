@@ -26,10 +26,15 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.neg().exp_().add_(1).reciprocal_()
 
 
+def gelu_argument(x: Tensor) -> Tensor:
+    """The argument of the tanh of ``gelu_tanh``."""
+    return math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+
+
 def gelu_bend(x: Tensor, rule: Formula) -> Tensor:
     """The t of ``gelu(x) = x / 2 * (1 + t)``; `F.gelu` rounds the last elements differently."""
     if rule.function == "gelu_tanh":
-        return torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+        return torch.tanh(gelu_argument(x))
     return torch.erf(x * math.sqrt(0.5))
 
 
@@ -83,9 +88,8 @@ def gate_derivative(g: Tensor, rule: Formula) -> tuple[Tensor, Tensor]:
     t = gelu_bend(g, rule)
     half = 0.5 * (1 + t)
     if rule.function == "gelu_tanh":
-        # (1 + t) / 2 as a sigmoid, in whose tail nothing cancels
-        z = math.sqrt(8 / math.pi) * (g + 0.044715 * g * g * g)
-        inner = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * g * g)
+        # (1 + tanh(z / 2)) / 2 is sigmoid(z), in whose tail nothing cancels.
+        z, inner = 2 * gelu_argument(g), math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * g * g)
         s = sigmoid(z)
         return g * half, s + g * s * sigmoid(-z) * inner
     return g * half, half + g * torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)

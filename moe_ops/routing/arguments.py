@@ -26,7 +26,7 @@ def check_logits(hidden_states: Tensor, gating_output: Tensor, topk: int) -> int
 def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
     """Check the axes of tokens ``(.., T, H)`` and of logits, ``(.., T, E)`` or ``(T, E)``.
 
-    Flat logits of tokens that are not flat are counted later, once both are.
+    Where the logits alone are flat, their number is checked later, once the tokens are flat too.
 
     Raises:
         TypeError: not tensors, or not of a float dtype.

@@ -92,7 +92,7 @@ def test_gradients(key, dtype, width, flags, device):
         actual, used = actual.cpu(), ~skipped[: len(actual)]
         assert actual.shape == expected.shape
         compared = (x[used] for x in (actual, within, expected))
-        if width == 1:  # a row of one number has no budget but luck
+        if width == 1:  # the budget of a single number would be luck
             compared = (x.view(1, -1) for x in compared)
         assert_matches_reference(*compared)
     products = found[2].cpu().view(1, -1)

@@ -43,7 +43,7 @@ def test_a_table_chooses(kind, tokens, experts, scoring, renormalize, dtype, see
     """Words outside of it, and entries that are no expert, are skipped."""
     k, vocabulary = 3, 11
     logits = make_logits(kind, tokens, experts, seed)
-    if kind == "far":  # no top-k: the chosen scores may all be below float32's
+    if kind == "far":  # or all scores that the table chooses may be 0 in float32
         logits /= 16
     g = torch.Generator().manual_seed(seed)
     table = torch.stack([torch.randperm(experts, generator=g)[:k] for _ in range(vocabulary)])
